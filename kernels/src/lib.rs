@@ -1,0 +1,24 @@
+//! Devices and operations: what the runtime computes with.
+//!
+//! * [`memory`] what a buffer and a view are; who owns bytes and when they are freed.
+//! * [`device`] the contract of a device: allocate, streams, events. Implemented by [`cpu`] and [`sim`].
+//! * [`ops`] the contract of the maths: every operation of a decoder, forward beside backward.
+//! * [`philox`] the counter-based random numbers that dropout and initialization use.
+//!
+//! Everything that takes time is an operation on a [`device::Stream`]; calling one only enqueues it.
+#![deny(unsafe_code)]
+
+pub mod cpu;
+pub mod device;
+pub mod dtype;
+pub mod error;
+pub mod memory;
+pub mod ops;
+pub mod philox;
+pub mod sim;
+
+pub use device::{Device, DeviceInfo, Event, HostTask, Readback, Stream};
+pub use dtype::DType;
+pub use error::{Error, Result};
+pub use memory::{Buffer, Category, MemoryUse, Place, View, ViewMut};
+pub use ops::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Weight, Write};

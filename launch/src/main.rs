@@ -1,0 +1,2 @@
+//! zlaunch
+fn main() {}
