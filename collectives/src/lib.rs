@@ -17,7 +17,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug, thiserror::Error, PartialEq)]
 pub enum Error {
     /// Two ranks issued different collectives at the same place in the sequence.
-    #[error("collective mismatch at #{sequence}: rank {rank} issued {here}, rank {other} issued {there}; all ranks must issue the same collectives in the same order")]
+    #[error(
+        "collective mismatch at #{sequence}: rank {rank} issued {here}, rank {other} issued {there}; all ranks must issue the same collectives in the same order"
+    )]
     Mismatch {
         /// Sequence number.
         sequence: u64,

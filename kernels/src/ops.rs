@@ -208,33 +208,96 @@ pub trait Ops: Send + Sync {
     /// `y[n] = table[ids[n]]`. `y [N,C]`, `table [V,C]` float, `ids [N]` i32 (out of `0..V` fails the stream).
     fn embedding(&self, y: &ViewMut, table: &View, ids: &View, hidden: usize, s: &dyn Stream) -> Result<()>;
     /// `dtable[ids[n]] += dy[n]` in token order. `dtable [V,C]` f32 (`Set` clears it first), `dy [N,C]` float.
-    fn embedding_backward(&self, dtable: &ViewMut, write: Write, dy: &View, ids: &View, hidden: usize, workspace: &ViewMut, s: &dyn Stream) -> Result<()>;
+    fn embedding_backward(
+        &self,
+        dtable: &ViewMut,
+        write: Write,
+        dy: &View,
+        ids: &View,
+        hidden: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()>;
 
     /// RMSNorm (Zhang & Sennrich 2019): `y = x * rstd * weight`, `rstd = 1/sqrt(mean(x^2) + eps)`.
     /// `y, x [rows, cols]` float, `rstd [rows]` f32 out, `weight [cols]` float. Per-head q/k norm: `rows = N*H`, `cols = D`. `y` may be `x`.
-    fn rmsnorm(&self, y: &ViewMut, rstd: &ViewMut, x: &View, weight: &View, eps: f32, rows: usize, cols: usize, s: &dyn Stream) -> Result<()>;
+    fn rmsnorm(
+        &self,
+        y: &ViewMut,
+        rstd: &ViewMut,
+        x: &View,
+        weight: &View,
+        eps: f32,
+        rows: usize,
+        cols: usize,
+        s: &dyn Stream,
+    ) -> Result<()>;
     /// `dx [rows, cols]` float; `dweight [cols]` f32. `dx` may be `dy` with `Set`.
     fn rmsnorm_backward(
-        &self, dx: Option<(&ViewMut, Write)>, dweight: Option<(&ViewMut, Write)>, dy: &View, x: &View, rstd: &View, weight: &View,
-        rows: usize, cols: usize, workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        dx: Option<(&ViewMut, Write)>,
+        dweight: Option<(&ViewMut, Write)>,
+        dy: &View,
+        x: &View,
+        rstd: &View,
+        weight: &View,
+        rows: usize,
+        cols: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
 
     /// `y = x W^T + bias` (or added to `y`). `y [N,O]`, `x [N,I]`, `w [O,I]`, `bias [O]`, all float of one type.
     fn linear(
-        &self, y: &ViewMut, write: Write, x: &View, w: &Weight, bias: Option<&View>, tokens: usize, inputs: usize, outputs: usize, s: &dyn Stream,
+        &self,
+        y: &ViewMut,
+        write: Write,
+        x: &View,
+        w: &Weight,
+        bias: Option<&View>,
+        tokens: usize,
+        inputs: usize,
+        outputs: usize,
+        s: &dyn Stream,
     ) -> Result<()>;
     /// `dx = dy W` `[N,I]` float; `dw = dy^T x` `[O,I]` f32; `dbias = sum_n dy` `[O]` f32. `x` may be `None` where `dw` is.
     fn linear_backward(
-        &self, dx: Option<(&ViewMut, Write)>, dw: Option<(&ViewMut, Write)>, dbias: Option<(&ViewMut, Write)>, dy: &View, x: Option<&View>,
-        w: &Weight, tokens: usize, inputs: usize, outputs: usize, workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        dx: Option<(&ViewMut, Write)>,
+        dw: Option<(&ViewMut, Write)>,
+        dbias: Option<(&ViewMut, Write)>,
+        dy: &View,
+        x: Option<&View>,
+        w: &Weight,
+        tokens: usize,
+        inputs: usize,
+        outputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
 
     /// LoRA (Hu et al. 2021) of several adapters that share `x [N,I]` float: for each, `t = drop(x) A^T`, `y += scale * t B^T`.
-    fn lora(&self, adapters: &[LoraForward], x: &View, dropout: Option<Dropout>, tokens: usize, inputs: usize, workspace: &ViewMut, s: &dyn Stream) -> Result<()>;
+    fn lora(
+        &self,
+        adapters: &[LoraForward],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()>;
     /// For each adapter: `db = scale * dy^T t`, `dt = scale * dy B`, `da = dt^T drop(x)`, `dx += drop'(dt A)`; `dx [N,I]` float is always added to.
     fn lora_backward(
-        &self, dx: Option<&ViewMut>, adapters: &[LoraBackward], x: &View, dropout: Option<Dropout>, tokens: usize, inputs: usize,
-        workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        dx: Option<&ViewMut>,
+        adapters: &[LoraBackward],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
 
     /// Rotary embedding (Su et al. 2021), in place, rotate-half layout: dimension `i` pairs with `i + D/2`.
@@ -247,13 +310,37 @@ pub trait Ops: Send + Sync {
     /// `o, q [N, H*D]`, `k, v [N, K*D]` float, `lse [N, H]` f32 out. `cu_seqlens [N+1]` i32: entries `0..=documents` are the
     /// boundaries, ascending from 0 to N; the rest is ignored.
     fn attention(
-        &self, o: &ViewMut, lse: &ViewMut, q: &View, k: &View, v: &View, cu_seqlens: &View, documents: usize, tokens: usize, shape: Attention,
-        workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        o: &ViewMut,
+        lse: &ViewMut,
+        q: &View,
+        k: &View,
+        v: &View,
+        cu_seqlens: &View,
+        documents: usize,
+        tokens: usize,
+        shape: Attention,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
     /// `dq [N,H*D]`, `dk, dv [N,K*D]` float, overwritten.
     fn attention_backward(
-        &self, dq: &ViewMut, dk: &ViewMut, dv: &ViewMut, dout: &View, q: &View, k: &View, v: &View, o: &View, lse: &View, cu_seqlens: &View,
-        documents: usize, tokens: usize, shape: Attention, workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        dq: &ViewMut,
+        dk: &ViewMut,
+        dv: &ViewMut,
+        dout: &View,
+        q: &View,
+        k: &View,
+        v: &View,
+        o: &View,
+        lse: &View,
+        cu_seqlens: &View,
+        documents: usize,
+        tokens: usize,
+        shape: Attention,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
 
     /// SwiGLU (Shazeer 2020): `h = silu(gate) * up`, all `[elems]` float. `h` may be `gate`.
@@ -265,8 +352,19 @@ pub trait Ops: Send + Sync {
     /// `loss [N]` f32: `-log softmax(x W^T)[label]`, 0 where `labels [N]` i32 is negative (any negative is "not trained").
     /// If asked, gradients of `grad_scale * sum(loss)`: `dx [N,C]` float (overwritten, may be `x`), `dw [V,C]` f32. `x [N,C]`, `w [V,C]` float.
     fn linear_cross_entropy(
-        &self, loss: &ViewMut, dx: Option<&ViewMut>, dw: Option<(&ViewMut, Write)>, x: &View, w: &Weight, labels: &View, grad_scale: f32,
-        tokens: usize, hidden: usize, vocab: usize, workspace: &ViewMut, s: &dyn Stream,
+        &self,
+        loss: &ViewMut,
+        dx: Option<&ViewMut>,
+        dw: Option<(&ViewMut, Write)>,
+        x: &View,
+        w: &Weight,
+        labels: &View,
+        grad_scale: f32,
+        tokens: usize,
+        hidden: usize,
+        vocab: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
     ) -> Result<()>;
 
     /// `out[0] = sum(x)` in a fixed order. `out [1]`, `x [elems]` f32.
@@ -290,12 +388,30 @@ pub trait Ops: Send + Sync {
     /// `torch.nn.utils.clip_grad_norm_`: `min(1, max_norm / (norm + 1e-6))`, 1 without `max_norm`, NaN when the norm is not finite.
     /// `nodes [ranks, segments, 96]` f32; the nodes of one segment are merged up the tree in the order of ranks (a slot may
     /// hold a node of each rank), segments are then added in order. `ranges [ranks, segments, 2]` gives (first chunk, chunks) of each, on the host.
-    fn clip_scale(&self, norm: &ViewMut, scale: &ViewMut, nodes: &View, ranges: &[(u64, u64)], ranks: usize, segments: usize, max_norm: Option<f32>, s: &dyn Stream) -> Result<()>;
+    fn clip_scale(
+        &self,
+        norm: &ViewMut,
+        scale: &ViewMut,
+        nodes: &View,
+        ranges: &[(u64, u64)],
+        ranks: usize,
+        segments: usize,
+        max_norm: Option<f32>,
+        s: &dyn Stream,
+    ) -> Result<()>;
 
     /// AdamW with decoupled decay, as a fixed sequence of correctly rounded operations without fused multiply-add:
     /// `g' = g*scale + 0`, `p -= p*lr*wd`, `m = b1*m + (1-b1)*g'`, `v = b2*v + (1-b2)*g'^2`, `p -= (lr/bc1) * m / (sqrt(v)/sqrt(bc2) + eps)`.
     /// `param, m, v, g [elems]` f32, `scale [1]` f32 (NaN: nothing is changed), `copy_out [elems]` bf16 or f32 receives the new weights.
     fn adamw(
-        &self, param: &ViewMut, m: &ViewMut, v: &ViewMut, copy_out: Option<&ViewMut>, g: &View, scale: &View, hp: AdamW, s: &dyn Stream,
+        &self,
+        param: &ViewMut,
+        m: &ViewMut,
+        v: &ViewMut,
+        copy_out: Option<&ViewMut>,
+        g: &View,
+        scale: &View,
+        hp: AdamW,
+        s: &dyn Stream,
     ) -> Result<()>;
 }

@@ -366,7 +366,13 @@ pub struct ZeroConfig {
 
 impl Default for ZeroConfig {
     fn default() -> Self {
-        ZeroConfig { stage: 0, offload_param: Offload::default(), offload_optimizer: Offload::default(), prefetch_depth: 1, resident_bytes: ResidentBytes::default() }
+        ZeroConfig {
+            stage: 0,
+            offload_param: Offload::default(),
+            offload_optimizer: Offload::default(),
+            prefetch_depth: 1,
+            resident_bytes: ResidentBytes::default(),
+        }
     }
 }
 
@@ -517,7 +523,13 @@ pub struct CommConfig {
 
 impl Default for CommConfig {
     fn default() -> Self {
-        CommConfig { backend: "auto".into(), share_pages: true, init_timeout_seconds: 300, train_timeout_seconds: 100, heartbeat_timeout_seconds: 10 }
+        CommConfig {
+            backend: "auto".into(),
+            share_pages: true,
+            init_timeout_seconds: 300,
+            train_timeout_seconds: 100,
+            heartbeat_timeout_seconds: 10,
+        }
     }
 }
 
