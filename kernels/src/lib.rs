@@ -3,11 +3,13 @@
 //! * [`memory`] what a buffer and a view are; who owns bytes and when they are freed.
 //! * [`device`] the contract of a device: allocate, streams, events. Implemented by [`cpu`] and [`sim`].
 //! * [`ops`] the contract of the maths: every operation of a decoder, forward beside backward.
+//! * [`checks`] whether a call of an operation is well-formed; used by every device.
 //! * [`philox`] the counter-based random numbers that dropout and initialization use.
 //!
 //! Everything that takes time is an operation on a [`device::Stream`]; calling one only enqueues it.
 #![deny(unsafe_code)]
 
+pub mod checks;
 pub mod cpu;
 pub mod device;
 pub mod dtype;

@@ -141,7 +141,7 @@ impl Buffer {
     /// `elems` elements of `dtype` from byte `offset` on. The offset must be a multiple of the element size.
     pub fn view(&self, dtype: DType, offset: usize, elems: usize) -> Result<View> {
         let end = elems.checked_mul(dtype.bytes()).and_then(|b| b.checked_add(offset));
-        if end.is_none_or(|e| e > self.bytes()) || offset % dtype.bytes() != 0 {
+        if end.is_none_or(|e| e > self.bytes()) || !offset.is_multiple_of(dtype.bytes()) {
             return Err(Error::Range { name: self.0.name.clone(), offset, elems, dtype, bytes: self.bytes() });
         }
         Ok(View { alloc: self.0.clone(), offset, elems, dtype })
@@ -205,7 +205,7 @@ impl View {
 
     /// The same bytes as elements of another type. The bytes must divide evenly and be aligned.
     pub fn reinterpret(&self, dtype: DType) -> Result<View> {
-        if self.bytes() % dtype.bytes() != 0 || self.offset % dtype.bytes() != 0 {
+        if !self.bytes().is_multiple_of(dtype.bytes()) || !self.offset.is_multiple_of(dtype.bytes()) {
             return Err(Error::Range {
                 name: self.alloc.name.clone(),
                 offset: self.offset,
