@@ -1,1 +1,5 @@
 //! The CPU device.
+
+pub mod float;
+pub mod pool;
+pub mod simd;

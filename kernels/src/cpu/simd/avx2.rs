@@ -1,0 +1,127 @@
+//! Eight lanes of AVX2 with FMA: Intel since Haswell, AMD since Zen.
+#![allow(unsafe_code)]
+
+use super::Simd;
+use core::arch::x86_64::*;
+
+/// Proof of AVX2 and FMA.
+#[derive(Clone, Copy, Debug)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// # Safety
+    /// The processor has AVX2 and FMA.
+    #[inline(always)]
+    pub unsafe fn assume() -> Avx2 {
+        Avx2(())
+    }
+}
+
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: __m256) {
+        // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u16) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut u16, v: __m256) {
+        // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
+        unsafe {
+            let bits = _mm256_castps_si256(v);
+            let upper = _mm256_srli_epi32::<16>(bits);
+            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))));
+            let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+            let out = _mm256_blendv_epi8(rounded, quiet, nan);
+            let pairs = _mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(out, out));
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(pairs));
+        }
+    }
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn sqrt(self, a: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_sqrt_ps(a) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+    #[inline(always)]
+    fn select_gt(self, a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) }
+    }
+    #[inline(always)]
+    fn shl23(self, a: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(a))) }
+    }
+    #[inline(always)]
+    fn reduce_add(self, a: __m256) -> f32 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe {
+            let b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+            _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps::<1>(c, c)))
+        }
+    }
+    #[inline(always)]
+    fn reduce_max(self, a: __m256) -> f32 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe {
+            let b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+            _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps::<1>(c, c)))
+        }
+    }
+}
