@@ -2,3 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod error;
+pub mod plan;
+
+pub use error::{Error, Result};

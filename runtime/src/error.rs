@@ -1,0 +1,65 @@
+//! What can go wrong in a run, as values: what, where, expected and got, and what to try.
+
+/// Result of the runtime's calls.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failure of a run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The user's input cannot work: configuration, model folder, data. Exit code 2.
+    #[error("{0}")]
+    Input(String),
+    /// The layout of the model is impossible.
+    #[error("plan: {0}")]
+    Plan(String),
+    /// The device or one of its streams failed.
+    #[error("rank {rank}: {source}")]
+    Device {
+        /// This rank.
+        rank: usize,
+        /// The cause.
+        source: zrt_kernels::Error,
+    },
+    /// Ranks lost each other.
+    #[error(transparent)]
+    Comm(#[from] zrt_collectives::Error),
+    /// A model broke its contract with the engine.
+    #[error("model: {0}")]
+    Model(String),
+    /// Training cannot go on: the numbers are not finite.
+    #[error("{0}")]
+    NotFinite(String),
+    /// Something could not be saved; the training state and earlier checkpoints are intact.
+    #[error("saving: {0}")]
+    Save(String),
+    /// A file or folder.
+    #[error("{path}: {source}")]
+    Io {
+        /// Which.
+        path: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    pub(crate) fn plan(what: String) -> Error {
+        Error::Plan(what)
+    }
+
+    /// Attaches this rank to a device's error.
+    pub fn device(rank: usize) -> impl Fn(zrt_kernels::Error) -> Error {
+        move |source| Error::Device { rank, source }
+    }
+
+    /// True when the cause is the user's input: exit code 2.
+    pub fn is_input(&self) -> bool {
+        matches!(self, Error::Input(_))
+    }
+}
+
+impl From<zrt_kernels::Error> for Error {
+    fn from(source: zrt_kernels::Error) -> Self {
+        Error::Device { rank: 0, source }
+    }
+}
