@@ -6,3 +6,4 @@ pub mod error;
 pub mod plan;
 
 pub use error::{Error, Result};
+pub mod hf;

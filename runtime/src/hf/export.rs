@@ -1,0 +1,1 @@
+//! How is a Hugging Face directory written?
