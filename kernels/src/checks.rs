@@ -641,26 +641,18 @@ pub fn adamw(param: &View, m: &View, v: &View, copy_out: Option<&ViewMut>, g: &V
     )
 }
 
+/// Check of [`crate::Stream::copy`]: same type and count. The views may overlap.
+pub fn copy(dst: &View, src: &View) -> Result<()> {
+    want("copy", "dst", dst, src.dtype(), src.elems())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Buffer, Place, memory::Mapping};
-
-    /// Addresses only: checks never look at bytes.
-    struct Nothing(usize);
-    #[allow(unsafe_code)]
-    // SAFETY: a null base is never touched.
-    unsafe impl Mapping for Nothing {
-        fn base(&self) -> *mut u8 {
-            std::ptr::null_mut()
-        }
-        fn bytes(&self) -> usize {
-            self.0
-        }
-    }
+    use crate::{Buffer, Place, cpu::heap::AddressRange};
 
     fn make(dtype: DType, elems: usize) -> ViewMut {
-        Buffer::from_mapping("t", Place::Device, Box::new(Nothing(elems * dtype.bytes()))).all(dtype).unwrap()
+        Buffer::from_mapping("t", Place::Device, Box::new(AddressRange(elems * dtype.bytes()))).all(dtype).unwrap()
     }
     fn f(elems: usize) -> ViewMut {
         make(DType::F32, elems)
