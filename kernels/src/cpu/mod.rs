@@ -6,13 +6,21 @@
 //! * [`pool`], [`simd`] and the files named after the maths: the operations.
 #![allow(rustdoc::private_intra_doc_links)]
 
+pub mod adamw;
+pub mod elementwise;
+pub mod embedding;
 mod event;
 pub mod float;
 pub(crate) mod heap;
 mod info;
+pub mod norm;
+pub mod norm_tree;
+pub mod operand;
 pub mod pool;
+pub mod rope;
 pub mod simd;
 mod stream;
+pub mod swiglu;
 pub mod trace;
 mod tracker;
 

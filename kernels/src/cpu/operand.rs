@@ -1,0 +1,169 @@
+//! How does a work item reach its part of an operand? Operations may work in place (the output is an input) and many items
+//! write one output, so Rust slices of whole operands would alias. A kernel here holds copyable handles instead, cuts short
+//! slices of [`Raw`] memory that no other item touches, or moves blocks of an [`Operand`] through small `f32` buffers,
+//! which also makes two storage types one code path.
+#![allow(unsafe_code)]
+
+use crate::{DType, Error, Result, View};
+use half::bf16;
+
+/// Elements of the stack buffers through which blocks are moved.
+pub const BLOCK: usize = 256;
+
+/// Memory that several work items use, each its own part.
+pub struct Raw<T> {
+    base: *mut T,
+    elems: usize,
+}
+
+impl<T> Clone for Raw<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Raw<T> {}
+
+// SAFETY: a handle is an address; every access goes through an unsafe method whose caller promises exclusive use.
+unsafe impl<T: Send> Send for Raw<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Raw<T> {}
+
+impl<T: bytemuck::Pod> Raw<T> {
+    /// A handle to `x`. The slice must not be used while items run.
+    pub fn new(x: &mut [T]) -> Raw<T> {
+        Raw { base: x.as_mut_ptr(), elems: x.len() }
+    }
+
+    /// A handle to a view's elements; `T` must have the size of its type. Fails in memory that the host cannot touch.
+    pub fn of(op: &'static str, view: &View) -> Result<Raw<T>> {
+        debug_assert_eq!(size_of::<T>(), view.dtype().bytes());
+        if view.elems() == 0 {
+            return Ok(Raw { base: std::ptr::NonNull::dangling().as_ptr(), elems: 0 });
+        }
+        let base = view.host_ptr().ok_or(Error::NotHost { op })?;
+        Ok(Raw { base: base.cast(), elems: view.elems() })
+    }
+
+    /// Elements.
+    pub fn elems(self) -> usize {
+        self.elems
+    }
+
+    /// Elements `start..start + elems` for writing.
+    ///
+    /// # Safety
+    /// Inside the memory, which is alive for `'a`, and no one else uses them meanwhile.
+    #[inline(always)]
+    pub unsafe fn slice<'a>(self, start: usize, elems: usize) -> &'a mut [T] {
+        debug_assert!(start + elems <= self.elems);
+        // SAFETY: in bounds, alive and exclusive by contract; aligned since views are.
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(start), elems) }
+    }
+
+    /// Elements `start..start + elems` for reading.
+    ///
+    /// # Safety
+    /// Inside the memory, which is alive for `'a`, and no one writes them meanwhile.
+    #[inline(always)]
+    pub unsafe fn read<'a>(self, start: usize, elems: usize) -> &'a [T] {
+        debug_assert!(start + elems <= self.elems);
+        // SAFETY: in bounds, alive and not written by contract; aligned since views are.
+        unsafe { std::slice::from_raw_parts(self.base.add(start), elems) }
+    }
+}
+
+/// An operand of one of the storage types.
+#[derive(Clone, Copy)]
+pub enum Operand {
+    /// Stored as `f32`.
+    F32(Raw<f32>),
+    /// Stored as `bf16`.
+    Bf16(Raw<bf16>),
+}
+
+impl Operand {
+    /// A handle to a view of `f32` or `bf16`.
+    pub fn of(op: &'static str, view: &View) -> Result<Operand> {
+        match view.dtype() {
+            DType::F32 => Raw::of(op, view).map(Operand::F32),
+            DType::BF16 => Raw::of(op, view).map(Operand::Bf16),
+            got => Err(Error::Type { op, operand: "operand", expected: "f32 or bf16", got }),
+        }
+    }
+
+    /// Elements.
+    pub fn elems(self) -> usize {
+        match self {
+            Operand::F32(x) => x.elems(),
+            Operand::Bf16(x) => x.elems(),
+        }
+    }
+
+    /// Reads `out.len()` elements from `start` on.
+    ///
+    /// # Safety
+    /// As [`Raw::read`].
+    #[inline(always)]
+    pub unsafe fn load(self, start: usize, out: &mut [f32]) {
+        match self {
+            // SAFETY: by contract.
+            Operand::F32(x) => out.copy_from_slice(unsafe { x.read(start, out.len()) }),
+            // SAFETY: by contract.
+            Operand::Bf16(x) => widen(out, unsafe { x.read(start, out.len()) }),
+        }
+    }
+
+    /// Writes `x` from element `start` on, rounding to nearest even.
+    ///
+    /// # Safety
+    /// As [`Raw::slice`].
+    #[inline(always)]
+    pub unsafe fn store(self, start: usize, x: &[f32]) {
+        match self {
+            // SAFETY: by contract.
+            Operand::F32(y) => unsafe { y.slice(start, x.len()) }.copy_from_slice(x),
+            // SAFETY: by contract.
+            Operand::Bf16(y) => narrow(unsafe { y.slice(start, x.len()) }, x),
+        }
+    }
+}
+
+/// `out = x`, exact.
+#[inline(always)]
+pub fn widen(out: &mut [f32], x: &[bf16]) {
+    for (o, x) in out.iter_mut().zip(x) {
+        *o = f32::from_bits(u32::from(x.to_bits()) << 16);
+    }
+}
+
+/// `out = x` rounded to nearest even, without branches so that it vectorizes; a NaN stays a (quiet) NaN of its sign.
+#[inline(always)]
+pub fn narrow(out: &mut [bf16], x: &[f32]) {
+    for (o, x) in out.iter_mut().zip(x) {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        *o = bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// `half` is the reference for the conversion.
+        #[test]
+        fn conversions_are_those_of_half(bits: u32) {
+            let x = f32::from_bits(bits);
+            let mut got = [bf16::ZERO];
+            narrow(&mut got, &[x]);
+            prop_assert_eq!(got[0].to_bits(), bf16::from_f32(x).to_bits());
+            let mut back = [0f32];
+            widen(&mut back, &got);
+            prop_assert_eq!(back[0].to_bits(), got[0].to_f32().to_bits());
+        }
+    }
+}
