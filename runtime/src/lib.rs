@@ -7,3 +7,4 @@ pub mod plan;
 
 pub use error::{Error, Result};
 pub mod hf;
+pub mod data;
