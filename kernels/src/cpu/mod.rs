@@ -157,3 +157,6 @@ pub(crate) fn device_info(kind: &'static str, threads: usize) -> DeviceInfo {
         peak_flops_bf16: busy * p.core_flops_bf16,
     }
 }
+
+#[cfg(test)]
+mod device_tests;
