@@ -7,6 +7,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod adamw;
+pub mod attention;
 pub mod elementwise;
 pub mod embedding;
 mod event;
@@ -17,6 +18,8 @@ pub mod norm;
 pub mod norm_tree;
 pub mod operand;
 pub mod pool;
+#[cfg(test)]
+mod reference;
 pub mod rope;
 pub mod simd;
 mod stream;
