@@ -1,14 +1,14 @@
 //! When did each task run, and what did it wait for? A timeline of a device's streams, and its Chrome/Perfetto form.
 //!
-//! Times are nanoseconds since the Unix epoch, advanced by the monotonic clock, so that the files of several ranks of a
-//! host can be joined into one timeline.
+//! Times are nanoseconds of the host's monotonic clock: the same for all ranks of a host, so that their files can be joined
+//! into one timeline, and small enough that the format's doubles keep nanoseconds.
+#![allow(unsafe_code)]
 
 use super::event::lock;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex};
 
 /// What a [`TraceEvent`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +30,9 @@ pub struct TraceEvent {
     pub stream: Arc<str>,
     /// The task's name; of a wait, the name of the stream waited for.
     pub name: String,
-    /// Nanoseconds since the Unix epoch.
+    /// Nanoseconds of the host's monotonic clock.
     pub start_ns: u64,
-    /// Nanoseconds since the Unix epoch; equals `start_ns` for a record.
+    /// As `start_ns`; equals `start_ns` for a record.
     pub end_ns: u64,
     /// What happened.
     pub kind: TraceKind,
@@ -40,12 +40,10 @@ pub struct TraceEvent {
 
 /// Now, in the unit of [`TraceEvent`].
 pub(crate) fn now_ns() -> u64 {
-    static ANCHOR: OnceLock<(u64, Instant)> = OnceLock::new();
-    let (epoch_ns, instant) = ANCHOR.get_or_init(|| {
-        let epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        (epoch.as_nanos() as u64, Instant::now())
-    });
-    epoch_ns + instant.elapsed().as_nanos() as u64
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes the struct it is given; this clock always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 /// Collects the events of one device.
