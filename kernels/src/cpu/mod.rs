@@ -17,6 +17,7 @@ mod info;
 pub mod norm;
 pub mod norm_tree;
 pub mod operand;
+pub mod ops;
 pub mod pool;
 #[cfg(test)]
 mod reference;
