@@ -2,10 +2,23 @@
 //!
 //! * [`Communicator`] the contract. Every call is enqueued on a stream and carries (sequence number, operation, dtype,
 //!   length, tag); a mismatch between ranks is an error that names both, not a hang.
-//! * `local` ranks of one host, as threads or processes, through shared memory; reductions in a fixed binary tree.
-//! * `sim` one rank that stands for all; counts calls and bytes.
-//! * `store` the rendezvous: set / get / wait / add with deadlines, in process or over TCP with a per-job secret.
+//! * [`local`] ranks of one host, as threads or processes, through shared memory; reductions in a fixed binary tree.
+//! * [`sim`] one rank that stands for all; counts calls and bytes.
+//! * [`store`] the rendezvous: set / get / wait / add with deadlines, in process or over TCP with a per-job secret.
+//! * [`watchdog`] a thread that calls back once when the group is lost.
 #![deny(unsafe_code)]
+
+pub mod local;
+mod operands;
+pub mod sim;
+pub mod store;
+mod tree;
+pub mod watchdog;
+
+pub use local::{LocalComm, LocalGroup, LocalOptions};
+pub use sim::SimComm;
+pub use store::{MemoryStore, Secret, ServerOptions, Store, TcpStore, TcpStoreServer};
+pub use watchdog::Watchdog;
 
 use std::sync::Arc;
 use zrt_kernels::{Buffer, Stream, View, ViewMut};

@@ -1,0 +1,298 @@
+//! The communicator of one host: ranks as threads or as processes, through one piece of shared memory.
+//!
+//! Which file answers what: `shared` what lies in the memory; `join` how ranks come to share it; `wait` how one waits for
+//! another; `steps` the entry and the segments of a collective; `ops` what each collective moves; `monitor` who is alive;
+//! `lost` why the group ended; `pages` memory that all ranks map. This file holds the communicator: it numbers calls as they are issued
+//! and runs them in that order, whatever streams they are on, so that all ranks agree on the sequence.
+#![allow(unsafe_code)]
+
+mod join;
+mod lost;
+mod monitor;
+mod ops;
+mod pages;
+mod shared;
+mod steps;
+mod wait;
+
+pub use join::LocalGroup;
+
+use crate::operands::{Call, Check, Counters};
+use crate::store::Store;
+use crate::{Communicator, Counts, Error, Health, Result};
+use ops::Operands;
+use shared::{Page, Shared};
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use steps::Pass;
+use wait::{SLICE, ring};
+use zrt_kernels::{Buffer, HostTask, Stream, View, ViewMut};
+
+/// How a local group behaves. All ranks must use the same values.
+#[derive(Clone, Debug)]
+pub struct LocalOptions {
+    /// Names the group in the store, so that a job may have several.
+    pub name: String,
+    /// Time for all ranks to meet.
+    pub init_timeout: Duration,
+    /// Time without any progress of a rank that is alive and waited for.
+    pub train_timeout: Duration,
+    /// Time without a sign of life after which a process counts as lost (stopped, or its host is far too busy). At least 0.5 s.
+    pub heartbeat_timeout: Duration,
+    /// Bytes of a staging slot; each rank has two. Longer messages travel in segments of this length.
+    pub segment_bytes: usize,
+    /// Looks at a counter before sleeping on it; only used while every rank can have a core.
+    pub spin: u32,
+    /// Whether `share_pages` shares, or returns `None`.
+    pub share_pages: bool,
+}
+
+impl Default for LocalOptions {
+    fn default() -> Self {
+        LocalOptions {
+            name: "world".to_string(),
+            init_timeout: Duration::from_secs(300),
+            train_timeout: Duration::from_secs(100),
+            heartbeat_timeout: Duration::from_secs(10),
+            segment_bytes: 4 << 20,
+            spin: 1000,
+            share_pages: true,
+        }
+    }
+}
+
+/// What the ranks of this process hold together.
+pub(crate) struct Group {
+    shared: Arc<Shared>,
+    options: LocalOptions,
+    /// Mappings on their way from rank 0 to the other threads, by sequence number.
+    pages: Mutex<std::collections::HashMap<u64, Arc<shared::Mapped>>>,
+    /// True where ranks are threads of this process.
+    threads: bool,
+    _monitor: Option<monitor::Monitor>,
+}
+
+/// One rank's place in a group; queued tasks keep it alive. Dropping it is leaving in order.
+struct Seat {
+    group: Arc<Group>,
+    rank: usize,
+    spin: u32,
+    /// The sequence number whose turn it is, and this rank's first error.
+    turn: Mutex<(u64, Option<Error>)>,
+    turned: Condvar,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.page().left.store(1, Release);
+        ring(self.page());
+    }
+}
+
+impl Seat {
+    fn new(group: Arc<Group>, rank: usize) -> Seat {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let spin = if group.shared.ranks <= cores { group.options.spin } else { 0 };
+        Seat { group, rank, spin, turn: Mutex::new((1, None)), turned: Condvar::new() }
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.group.shared
+    }
+
+    fn options(&self) -> &LocalOptions {
+        &self.group.options
+    }
+
+    fn page(&self) -> &Page {
+        self.shared().page(self.rank)
+    }
+
+    fn turn(&self) -> MutexGuard<'_, (u64, Option<Error>)> {
+        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// This rank's own first error, else the group's.
+    fn error(&self) -> Option<Error> {
+        let own = self.turn().1.clone();
+        own.or_else(|| self.shared().header().lost.get(self.rank, None))
+    }
+
+    /// Ends the group for `error`, if nothing ended it before. Returns what this rank reports from now on.
+    fn lose(&self, error: Error) -> Error {
+        end_group(self.shared(), self.rank, &error);
+        let first = self.turn().1.get_or_insert(error).clone();
+        self.turned.notify_all();
+        first
+    }
+
+    /// Runs `work` as number `sequence`, after all earlier numbers of this rank.
+    fn in_turn<T>(&self, sequence: u64, call: &Call, work: impl FnOnce(&Pass) -> Result<T>) -> Result<T> {
+        let mut turn = self.turn();
+        loop {
+            if let Some(error) = &turn.1 {
+                return Err(error.clone());
+            }
+            if turn.0 == sequence {
+                break;
+            }
+            if self.shared().header().lost.is_set() {
+                drop(turn);
+                let what = format!("#{sequence} {call}");
+                let error = self.shared().header().lost.get(self.rank, Some((&what, 0)));
+                return Err(self.lose(error.unwrap_or_else(|| Error::Rendezvous("the group is lost".to_string()))));
+            }
+            turn = self.turned.wait_timeout(turn, SLICE).unwrap_or_else(|e| e.into_inner()).0;
+        }
+        drop(turn);
+        let done = work(&Pass::new(self, sequence, call)).map_err(|error| self.lose(error));
+        self.turn().0 = sequence + 1;
+        self.turned.notify_all();
+        done
+    }
+}
+
+/// Writes the group's first error and wakes everyone.
+fn end_group(shared: &Shared, by: usize, error: &Error) {
+    if shared.header().lost.set(by, error) {
+        (0..shared.ranks).for_each(|rank| ring(shared.page(rank)));
+    }
+}
+
+/// A collective that was given a number. If its stream ends without running it, the others would wait for it: then the group ends.
+struct Ticket {
+    seat: Arc<Seat>,
+    sequence: u64,
+    call: Call,
+    ran: bool,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.ran {
+            let reason = format!("#{} {} was issued but its stream failed or ended before running it", self.sequence, self.call);
+            let rank = self.seat.rank;
+            self.seat.lose(Error::Aborted { rank, by: rank, reason });
+        }
+    }
+}
+
+/// Addresses on their way to the stream's thread, with the views that keep them alive.
+struct Pinned {
+    operands: Operands,
+    _views: (Option<View>, Option<ViewMut>),
+}
+
+// SAFETY: the addresses point into allocations that the views keep alive, and are used by one stream's thread in the stream's order.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    fn run(&self, ticket: &Ticket) -> Result<()> {
+        ticket.seat.in_turn(ticket.sequence, &ticket.call, |pass| {
+            // SAFETY: lengths were checked against the views when the call was issued; exclusive use is the views' promise.
+            unsafe { pass.perform(self.operands) }
+        })
+    }
+}
+
+/// One rank of a local group. See [`LocalGroup::threads`] and [`LocalComm::join`].
+pub struct LocalComm {
+    seat: Arc<Seat>,
+    check: Check,
+    next: AtomicU64,
+    counters: Counters,
+}
+
+impl LocalComm {
+    fn new(group: Arc<Group>, rank: usize) -> LocalComm {
+        let check = Check { rank, ranks: group.shared.ranks };
+        LocalComm { seat: Arc::new(Seat::new(group, rank)), check, next: AtomicU64::new(1), counters: Counters::default() }
+    }
+
+    /// Joins a group of processes of this host. Rank 0 makes the memory and announces it in `store`; the others open it.
+    /// Blocks until all ranks have joined, at most `options.init_timeout`; the error names who is missing.
+    pub fn join(store: &dyn Store, rank: usize, ranks: usize, options: LocalOptions) -> Result<LocalComm> {
+        join::processes(store, rank, ranks, options)
+    }
+
+    fn enqueue(&self, call: Call, src: Option<&View>, dst: Option<&ViewMut>, s: &dyn Stream) -> Result<()> {
+        if let Some(error) = self.seat.error() {
+            return Err(error);
+        }
+        let operands = self.operands(&call, src, dst)?;
+        self.counters.add(&call, self.check.ranks);
+        let name = call.task_name();
+        let sequence = self.next.fetch_add(1, Relaxed);
+        let mut ticket = Ticket { seat: self.seat.clone(), sequence, call, ran: false };
+        let pinned = Pinned { operands, _views: (src.cloned(), dst.cloned()) };
+        let (stream, task) = (s.name().to_string(), name.clone());
+        let run = move || {
+            ticket.ran = true;
+            pinned.run(&ticket).map_err(|error| zrt_kernels::Error::Task { stream, task, why: error.to_string() })
+        };
+        let (reads, writes) = (src.into_iter().cloned().collect(), dst.into_iter().cloned().collect());
+        s.host(HostTask { name: name.into(), reads, writes, run: Box::new(run) }).map_err(|error| {
+            // An inline stream has run it already, and a failed one has dropped it: say what happened in the group.
+            self.seat.turn().1.clone().unwrap_or(Error::Device(error))
+        })
+    }
+
+    fn operands(&self, call: &Call, src: Option<&View>, dst: Option<&ViewMut>) -> Result<Operands> {
+        let address = |view: Option<&View>| match view {
+            None => Ok(std::ptr::NonNull::dangling().as_ptr()),
+            Some(view) => view.host_ptr().ok_or_else(|| Error::Operand {
+                rank: self.check.rank,
+                op: call.op.name(),
+                tag: call.tag.clone(),
+                what: format!("{view:?} is not in host memory; expected memory of the CPU device"),
+            }),
+        };
+        let dst = address(dst.map(|d| &**d))?;
+        Ok(Operands { dst, src: if src.is_some() { address(src)? } else { dst } })
+    }
+}
+
+impl Communicator for LocalComm {
+    fn rank(&self) -> usize {
+        self.check.rank
+    }
+    fn ranks(&self) -> usize {
+        self.check.ranks
+    }
+    fn all_gather(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_gather(dst, src, tag)?, Some(src), Some(dst), s)
+    }
+    fn reduce_scatter(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.reduce_scatter(dst, src, tag)?, Some(src), Some(dst), s)
+    }
+    fn all_reduce(&self, data: &ViewMut, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_reduce(data, tag)?, Some(data), Some(data), s)
+    }
+    fn all_to_all(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_to_all(dst, src, tag)?, Some(src), Some(dst), s)
+    }
+    fn broadcast(&self, data: &ViewMut, root: usize, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.broadcast(data, root, tag)?, Some(data), Some(data), s)
+    }
+    fn barrier(&self, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.barrier(tag), None, None, s)
+    }
+    fn share_pages(&self, name: &str, bytes: usize) -> Result<Option<Buffer>> {
+        if !self.seat.options().share_pages {
+            return Ok(None);
+        }
+        pages::share(&self.seat, self.next.fetch_add(1, Relaxed), name, bytes).map(Some)
+    }
+    fn health(&self) -> Health {
+        self.seat.error().map_or(Health::Good, Health::Lost)
+    }
+    fn abort(&self, reason: &str) {
+        let rank = self.check.rank;
+        end_group(self.seat.shared(), rank, &Error::Aborted { rank, by: rank, reason: reason.to_string() });
+        self.seat.turned.notify_all();
+    }
+    fn counts(&self) -> Counts {
+        self.counters.get()
+    }
+}

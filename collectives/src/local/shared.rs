@@ -1,0 +1,306 @@
+//! What do the ranks of one host share, and where in the mapping does it lie?
+//!
+//! One memfd, its length sealed, holds a header, one control page per rank and two staging slots per rank. It has no name in any
+//! file system, so nothing is left behind when the processes die. Everything outside the slots is atomic words: a rank may be
+//! stopped or killed between any two stores, and readers must still make sense of what they see.
+//!
+//! ```text
+//! [ header 4096 | control page 4096 x ranks | slot 0, slot 1 of rank 0 | slot 0, slot 1 of rank 1 | ... ]
+//! ```
+//!
+//! **Ordering.** A rank writes its slot and its descriptor, then stores a counter (`arrived`, `filled`, `drained`) with Release
+//! and rings its bell; whoever loads that counter with Acquire sees what was written before it.
+#![allow(unsafe_code)]
+
+use super::LocalOptions;
+use super::lost::LostCell;
+use crate::operands::{Call, Op};
+use crate::tree::MAX_RANKS;
+use crate::{Error, Result};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use zrt_kernels::DType;
+
+/// Bytes of the header and of each control page.
+const PAGE_BYTES: usize = 4096;
+/// Slots begin at cache lines.
+const LINE_BYTES: usize = 64;
+const MAGIC: u64 = 0x7a72_742d_6c6f_6334;
+
+/// Text in shared memory, cut to fit.
+#[repr(C)]
+pub(super) struct Text<const WORDS: usize> {
+    bytes: AtomicU64,
+    words: [AtomicU64; WORDS],
+}
+
+impl<const WORDS: usize> Text<WORDS> {
+    /// Not a publication: a later Release store must follow.
+    pub fn set(&self, text: &str) {
+        let end = (0..=text.len().min(WORDS * 8)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        self.bytes.store(end as u64, Relaxed);
+        for (word, chunk) in self.words.iter().zip(text.as_bytes()[..end].chunks(8)) {
+            let mut eight = [0; 8];
+            eight[..chunk.len()].copy_from_slice(chunk);
+            word.store(u64::from_le_bytes(eight), Relaxed);
+        }
+    }
+
+    pub fn get(&self) -> String {
+        let bytes: Vec<u8> = self.words.iter().flat_map(|w| w.load(Relaxed).to_le_bytes()).collect();
+        let end = (self.bytes.load(Relaxed) as usize).min(bytes.len());
+        String::from_utf8_lossy(&bytes[..end]).into_owned()
+    }
+}
+
+/// What a rank issued at one place in the sequence.
+#[repr(C)]
+pub(super) struct Descriptor {
+    /// Operation, dtype and root: 8, 8 and 32 bits.
+    kind: AtomicU64,
+    elems: AtomicU64,
+    /// Of the whole tag, since the text is cut.
+    tag_hash: AtomicU64,
+    tag: Text<8>,
+}
+
+const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
+
+/// FNV-1a: tags are short and nobody attacks them.
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ b as u64).wrapping_mul(0x0100_0000_01b3))
+}
+
+impl Descriptor {
+    pub fn set(&self, call: &Call) {
+        let dtype = DTYPES.iter().position(|d| *d == call.dtype).unwrap_or(0);
+        self.kind.store(call.op as u64 | (dtype as u64) << 8 | (call.root as u64) << 32, Relaxed);
+        self.elems.store(call.elems as u64, Relaxed);
+        self.tag_hash.store(hash(&call.tag), Relaxed);
+        self.tag.set(&call.tag);
+    }
+
+    pub fn equals(&self, other: &Descriptor) -> bool {
+        let words = |d: &Descriptor| (d.kind.load(Relaxed), d.elems.load(Relaxed), d.tag_hash.load(Relaxed));
+        words(self) == words(other)
+    }
+
+    /// The call; a tag longer than 64 bytes comes back cut.
+    pub fn get(&self) -> Option<Call> {
+        let kind = self.kind.load(Relaxed);
+        Some(Call {
+            op: *Op::ALL.iter().find(|op| **op as u64 == kind & 0xff)?,
+            dtype: *DTYPES.get((kind >> 8 & 0xff) as usize)?,
+            elems: self.elems.load(Relaxed) as usize,
+            root: (kind >> 32) as usize,
+            tag: self.tag.get(),
+        })
+    }
+}
+
+/// Whether a wrapping counter has come to `target`.
+pub(super) fn reached(counter: u32, target: u32) -> bool {
+    counter.wrapping_sub(target) as i32 >= 0
+}
+
+#[repr(C, align(64))]
+pub(super) struct Progress {
+    /// Futex word: changes whenever any counter of this rank does.
+    pub bell: AtomicU32,
+    /// Threads asleep on the bell; nobody to wake costs no system call.
+    pub sleepers: AtomicU32,
+    /// Sequence number (its low bits) of the last collective entered; numbers begin at 1.
+    pub arrived: AtomicU32,
+    /// Steps whose slot this rank has filled, over all collectives.
+    pub filled: AtomicU32,
+    /// Steps whose slots this rank has read to the end.
+    pub drained: AtomicU32,
+    /// Sequence number of the last collective finished.
+    pub completed: AtomicU64,
+}
+
+/// The control page of one rank; only that rank's process writes it (`sleepers` aside).
+#[repr(C)]
+pub(super) struct Page {
+    pub progress: Progress,
+    pub heartbeat: AtomicU64,
+    pub pid: AtomicU32,
+    /// 1 once this rank is mapped and known.
+    pub joined: AtomicU32,
+    /// 1 once this rank has left in order.
+    pub left: AtomicU32,
+    pub start_time: AtomicU64,
+    /// By sequence number modulo 2. Two are enough: a rank enters n+2 only after all have entered n+1, that is, left n.
+    descriptors: [Descriptor; 2],
+}
+
+impl Page {
+    pub fn descriptor(&self, sequence: u64) -> &Descriptor {
+        &self.descriptors[(sequence % 2) as usize]
+    }
+
+    /// `"last completed #16 reduce_scatter layers.4"` and where the rank is now.
+    pub fn whereabouts(&self) -> String {
+        let arrived = self.progress.arrived.load(Acquire);
+        let completed = self.progress.completed.load(Acquire);
+        let name = |sequence: u64| self.descriptor(sequence).get().map_or("?".to_string(), |call| call.task_name());
+        let mut text = match completed {
+            0 => "no collective completed yet".to_string(),
+            n => format!("last completed #{n} {}", name(n)),
+        };
+        if arrived == (completed as u32).wrapping_add(1) {
+            text += &format!(", now in #{} {}", completed + 1, name(completed + 1));
+        }
+        text
+    }
+}
+
+#[repr(C)]
+pub(super) struct Header {
+    magic: AtomicU64,
+    ranks: AtomicU64,
+    segment_bytes: AtomicU64,
+    pub lost: LostCell,
+}
+
+const _: () = assert!(size_of::<Header>() <= PAGE_BYTES && size_of::<Page>() <= PAGE_BYTES);
+
+/// A mapping of a memfd, unmapped on drop.
+pub(super) struct Mapped {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread; what lies in it is atomics, or slots governed by the counters.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: base and bytes are what mmap returned, and nobody refers to the mapping any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+fn system(what: &str, e: rustix::io::Errno) -> Error {
+    Error::Rendezvous(format!("shared memory: {what}: {e}"))
+}
+
+impl Mapped {
+    /// A new memfd of `bytes` (at least 1) zeros; its length can never change, so touching it cannot fault.
+    pub fn create(name: &str, bytes: usize) -> Result<(Mapped, OwnedFd)> {
+        let label: String = name.chars().filter(|c| *c != '\0').take(60).collect();
+        let fd = rustix::fs::memfd_create(format!("zrt {label}"), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| system(&format!("memfd_create '{name}'"), e))?;
+        rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| system(&format!("sizing '{name}' to {bytes} bytes"), e))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| system(&format!("sealing '{name}'"), e))?;
+        Ok((Mapped::map(&fd, name, bytes)?, fd))
+    }
+
+    /// Opens what another process of this user created.
+    pub fn open(pid: u32, fd: u32, name: &str, bytes: usize) -> Result<Mapped> {
+        let path = format!("/proc/{pid}/fd/{fd}");
+        let opened = std::fs::OpenOptions::new().read(true).write(true).open(&path);
+        let file = opened.map_err(|e| {
+            Error::Rendezvous(format!(
+                "shared memory: opening '{name}' as {path}: {e}; ranks must share a host, a user and a process namespace"
+            ))
+        })?;
+        let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|s| s.contains(SealFlags::SHRINK));
+        let got = file.metadata().map(|m| m.len()).unwrap_or(0);
+        if !sealed || got != bytes as u64 {
+            return Err(Error::Rendezvous(format!(
+                "shared memory: {path} has {got} bytes, expected {bytes} and a sealed length for '{name}'"
+            )));
+        }
+        Mapped::map(&file, name, bytes)
+    }
+
+    fn map(fd: impl AsFd, name: &str, bytes: usize) -> Result<Mapped> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh shared mapping at an address that the kernel chooses touches no existing memory.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, prot, MapFlags::SHARED, fd, 0) };
+        match base {
+            Ok(base) => Ok(Mapped { base: base.cast(), bytes }),
+            Err(e) => Err(system(&format!("mapping {bytes} bytes of '{name}'"), e)),
+        }
+    }
+
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+}
+
+/// The control area of a group.
+pub(super) struct Shared {
+    mapped: Mapped,
+    pub ranks: usize,
+    /// Bytes of one slot.
+    pub segment_bytes: usize,
+}
+
+/// A slot holds a part for every rank, at least a cache line each.
+fn slot_bytes(ranks: usize, options: &LocalOptions) -> usize {
+    options.segment_bytes.max(ranks * LINE_BYTES).next_multiple_of(LINE_BYTES)
+}
+
+fn layout_bytes(ranks: usize, options: &LocalOptions) -> Result<usize> {
+    if ranks == 0 || ranks > MAX_RANKS {
+        return Err(Error::Rendezvous(format!("a local group of {ranks} ranks, expected 1 to {MAX_RANKS}")));
+    }
+    let slots = options.segment_bytes.checked_mul(2 * ranks).filter(|b| *b < 1 << 40);
+    match slots {
+        Some(_) => Ok(PAGE_BYTES * (1 + ranks) + 2 * ranks * slot_bytes(ranks, options)),
+        None => Err(Error::Rendezvous(format!("segment_bytes = {} is too large", options.segment_bytes))),
+    }
+}
+
+impl Shared {
+    pub fn create(ranks: usize, options: &LocalOptions) -> Result<(Shared, OwnedFd)> {
+        let (mapped, fd) = Mapped::create("group", layout_bytes(ranks, options)?)?;
+        let shared = Shared { mapped, ranks, segment_bytes: slot_bytes(ranks, options) };
+        let header = shared.header();
+        header.ranks.store(ranks as u64, Relaxed);
+        header.segment_bytes.store(shared.segment_bytes as u64, Relaxed);
+        header.magic.store(MAGIC, Release);
+        Ok((shared, fd))
+    }
+
+    pub fn open(pid: u32, fd: u32, ranks: usize, options: &LocalOptions) -> Result<Shared> {
+        let mapped = Mapped::open(pid, fd, "group", layout_bytes(ranks, options)?)?;
+        let shared = Shared { mapped, ranks, segment_bytes: slot_bytes(ranks, options) };
+        let header = shared.header();
+        let magic = header.magic.load(Acquire);
+        let (their_ranks, their_bytes) = (header.ranks.load(Relaxed), header.segment_bytes.load(Relaxed));
+        if magic != MAGIC || (their_ranks, their_bytes) != (ranks as u64, shared.segment_bytes as u64) {
+            return Err(Error::Rendezvous(format!(
+                "rank 0 made a group of {their_ranks} ranks and slots of {their_bytes} bytes (format {magic:x}), expected {ranks} ranks and {} bytes (format {MAGIC:x}); all ranks need the same options and version",
+                shared.segment_bytes
+            )));
+        }
+        Ok(shared)
+    }
+
+    pub fn header(&self) -> &Header {
+        // SAFETY: the mapping begins with a header, zeroed at first, made of atomics only.
+        unsafe { &*self.mapped.base.cast::<Header>() }
+    }
+
+    pub fn page(&self, rank: usize) -> &Page {
+        assert!(rank < self.ranks);
+        // SAFETY: the layout has one page per rank after the header, zeroed at first, made of atomics only.
+        unsafe { &*self.mapped.base.add(PAGE_BYTES * (1 + rank)).cast::<Page>() }
+    }
+
+    /// Where `rank` stages step `step`.
+    pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
+        assert!(rank < self.ranks);
+        let index = 2 * rank + step as usize % 2;
+        // SAFETY: the layout has two slots per rank after the control pages.
+        unsafe { self.mapped.base.add(PAGE_BYTES * (1 + self.ranks) + index * self.segment_bytes) }
+    }
+}

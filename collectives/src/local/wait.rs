@@ -1,0 +1,123 @@
+//! How does a rank wait for another: cheaply when it is about to arrive, and never longer than it may?
+//!
+//! Spin a little (only while every rank has a core), then sleep on the other rank's bell in slices of 100 ms. After each slice
+//! look whether the group is lost. Time is counted in slices with a cap, so that a job that was stopped as a whole and
+//! continued does not find that everyone is late.
+
+use super::Seat;
+use super::shared::{Page, reached};
+use crate::{Error, Result};
+use rustix::thread::futex;
+use std::sync::atomic::{Ordering::*, fence};
+use std::time::{Duration, Instant};
+
+/// The longest sleep without a look around.
+pub(super) const SLICE: Duration = Duration::from_millis(100);
+/// The most that one slice counts: more means that this process did not run.
+const SLICE_CAP: Duration = Duration::from_millis(500);
+
+/// Time that passed while this process ran.
+pub(super) struct Patience {
+    looked: Instant,
+    spent: Duration,
+}
+
+impl Patience {
+    pub fn new() -> Patience {
+        Patience { looked: Instant::now(), spent: Duration::ZERO }
+    }
+
+    /// Counts the time since the last call; returns the sum.
+    pub fn spend(&mut self) -> Duration {
+        let now = Instant::now();
+        self.spent += (now - self.looked).min(SLICE_CAP);
+        self.looked = now;
+        self.spent
+    }
+
+    pub fn reset(&mut self) {
+        *self = Patience::new();
+    }
+}
+
+/// Tells everyone who sleeps on `page`'s bell that a counter changed. The counter was stored with Release before.
+pub(super) fn ring(page: &Page) {
+    // The increment must be ordered before the look at `sleepers`, or a sleeper that just came is missed.
+    page.progress.bell.fetch_add(1, SeqCst);
+    fence(SeqCst);
+    if page.progress.sleepers.load(SeqCst) != 0 {
+        let _ = futex::wake(&page.progress.bell, futex::Flags::empty(), i32::MAX as u32);
+    }
+}
+
+impl Seat {
+    /// Waits until `ready` holds of `peer`'s page. `what` names the collective for errors.
+    pub(super) fn wait_for(&self, peer: usize, what: &dyn Fn() -> String, ready: &dyn Fn(&Page) -> bool) -> Result<()> {
+        let page = self.shared().page(peer);
+        for _ in 0..=self.spin {
+            if ready(page) {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        let begun = Instant::now();
+        let mut patience = Patience::new();
+        let mut heard = page.progress.bell.load(Acquire);
+        loop {
+            page.progress.sleepers.fetch_add(1, SeqCst);
+            let bell = page.progress.bell.load(SeqCst);
+            let outcome = if ready(page) { Some(Ok(())) } else { self.interrupted(peer, page, what, ready, begun.elapsed().as_secs()) };
+            if outcome.is_none() {
+                let slice = futex::Timespec { tv_sec: 0, tv_nsec: SLICE.as_nanos() as _ };
+                // A timeout, a signal and a bell that has rung already all mean: look again.
+                let _ = futex::wait(&page.progress.bell, futex::Flags::empty(), bell, Some(&slice));
+            }
+            page.progress.sleepers.fetch_sub(1, SeqCst);
+            if let Some(outcome) = outcome {
+                return outcome;
+            }
+            let now = page.progress.bell.load(Acquire);
+            if now != heard {
+                heard = now;
+                patience.reset();
+            } else if patience.spend() >= self.options().train_timeout {
+                return Err(self.overdue(peer, what, begun.elapsed().as_secs()));
+            }
+        }
+    }
+
+    fn interrupted(
+        &self,
+        peer: usize,
+        page: &Page,
+        what: &dyn Fn() -> String,
+        ready: &dyn Fn(&Page) -> bool,
+        secs: u64,
+    ) -> Option<Result<()>> {
+        if self.shared().header().lost.is_set() {
+            return self.shared().header().lost.get(self.rank, Some((&what(), secs))).map(Err);
+        }
+        if page.left.load(Acquire) == 1 {
+            // It left after its last store; what it did before leaving counts.
+            if ready(page) {
+                return Some(Ok(()));
+            }
+            let state = format!("left the group; {}", page.whereabouts());
+            return Some(Err(Error::Timeout { rank: self.rank, what: what(), culprit: peer, state, secs }));
+        }
+        None
+    }
+
+    /// Everyone is alive and no one moves: the culprit is the rank that is furthest behind.
+    fn overdue(&self, peer: usize, what: &dyn Fn() -> String, secs: u64) -> Error {
+        let shared = self.shared();
+        let behind = |rank: usize, than: usize| {
+            let (a, b) = (&shared.page(rank).progress, &shared.page(than).progress);
+            let (a0, b0) = (a.arrived.load(Acquire), b.arrived.load(Acquire));
+            if a0 != b0 { !reached(a0, b0) } else { !reached(a.filled.load(Acquire), b.filled.load(Acquire)) }
+        };
+        let culprit = (0..shared.ranks).fold(peer, |worst, rank| if behind(rank, worst) { rank } else { worst });
+        let state = format!("alive, {}", shared.page(culprit).whereabouts());
+        Error::Timeout { rank: self.rank, what: what(), culprit, state, secs }
+    }
+}

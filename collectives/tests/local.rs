@@ -1,0 +1,132 @@
+//! The local communicator: every collective, type and odd length gives the bits of its definition, with ranks as threads and as processes.
+
+mod common;
+
+use common::*;
+use proptest::prelude::*;
+use zrt_collectives::{Communicator, LocalComm, LocalOptions};
+use zrt_kernels::DType;
+
+const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
+
+/// Segments of two cache lines: short messages already take many steps.
+fn tiny() -> LocalOptions {
+    LocalOptions { segment_bytes: 128, init_timeout: LONG, train_timeout: LONG, heartbeat_timeout: LONG, ..LocalOptions::default() }
+}
+
+fn body(comm: &dyn Communicator) {
+    let s = Inline::default();
+    for dtype in DTYPES {
+        for part in [0, 1, 3, 17, 64, 333] {
+            compare_all(comm, &s, dtype, part);
+        }
+    }
+    // Above the length from which shares are summed: many segments of two kinds of steps.
+    compare_all(comm, &s, DType::F32, 5003);
+    shared_pages(comm, &s);
+}
+
+/// Each rank writes its stripe; after a barrier all see all.
+fn shared_pages(comm: &dyn Communicator, s: &Inline) {
+    let (rank, ranks) = (comm.rank(), comm.ranks());
+    for round in 0..3 {
+        let elems = 1000 * ranks;
+        let pages = comm.share_pages(&format!("pages {round}"), elems * 4).unwrap().unwrap();
+        assert_eq!(pages.bytes(), elems * 4);
+        let all = pages.all(DType::I32).unwrap();
+        assert!(get(&all.slice(rank * 1000, 1000).unwrap()).iter().all(|v| *v == 0), "zeroed");
+        put(&all.slice(rank * 1000, 1000).unwrap(), (0..1000).map(|i| (rank * 10_000 + i + round) as u32));
+        comm.barrier("written", s).unwrap();
+        let wanted: Vec<u32> = (0..ranks).flat_map(|r| (0..1000).map(move |i| (r * 10_000 + i + round) as u32)).collect();
+        assert_eq!(get(&all), wanted);
+    }
+    assert!(comm.share_pages("empty", 0).unwrap().is_some());
+}
+
+#[test]
+fn threads_match_the_definition() {
+    for ranks in [1, 2, 3, 4, 5, 8] {
+        threads(ranks, tiny(), |comm| body(&*comm));
+    }
+}
+
+#[test]
+fn processes_match_the_definition() {
+    for ranks in [1, 2, 3, 4, 8] {
+        Processes::start("body", ranks).pass();
+    }
+}
+
+#[test]
+fn default_segments_match_the_definition() {
+    let options = LocalOptions::default();
+    threads(3, options, |comm| compare_all(&*comm, &Inline::default(), DType::BF16, 100_003));
+}
+
+#[test]
+fn many_ranks() {
+    threads(64, tiny(), |comm| compare_all(&*comm, &Inline::default(), DType::F32, 5));
+    threads(33, tiny(), |comm| compare_all(&*comm, &Inline::default(), DType::BF16, 130));
+    let error = zrt_collectives::LocalGroup::threads(65, tiny()).err().unwrap();
+    assert!(error.to_string().contains("expected 1 to 64"), "{error}");
+}
+
+#[test]
+fn no_pages_when_turned_off() {
+    let options = LocalOptions { share_pages: false, ..tiny() };
+    threads(2, options, |comm| assert!(comm.share_pages("x", 100).unwrap().is_none()));
+}
+
+#[test]
+fn counts_are_the_minimum_of_the_algorithms() {
+    threads(4, tiny(), |comm| {
+        let s = Inline::default();
+        let whole = filled(DType::F32, 400, std::iter::empty());
+        let part = filled(DType::F32, 100, std::iter::empty());
+        comm.all_gather(&whole, &part, "", &s).unwrap();
+        comm.reduce_scatter(&part, &whole, "", &s).unwrap();
+        comm.all_reduce(&whole, "", &s).unwrap();
+        comm.barrier("", &s).unwrap();
+        let counts = comm.counts();
+        assert_eq!((counts.all_gather, counts.reduce_scatter, counts.all_reduce, counts.barrier), (1, 1, 1, 1));
+        // 1600 bytes x 3/4, once, once, and twice.
+        assert_eq!(counts.bytes, 4 * 1200);
+    });
+}
+
+#[test]
+fn operands_that_do_not_fit_are_refused() {
+    threads(1, tiny(), |comm| {
+        let s = Inline::default();
+        let four = filled(DType::F32, 4, std::iter::empty());
+        let three = filled(DType::F32, 3, std::iter::empty());
+        let short = filled(DType::BF16, 4, std::iter::empty());
+        let text = |r: zrt_collectives::Result<()>| r.unwrap_err().to_string();
+        assert!(text(comm.all_gather(&four, &three, "t", &s)).contains("dst has 4 elements, expected 1 ranks x 3 of src"));
+        assert!(text(comm.reduce_scatter(&four, &short, "t", &s)).contains("dst is f32, src is bf16"));
+        assert!(text(comm.all_to_all(&four, &three, "t", &s)).contains("expected equal"));
+        assert!(text(comm.broadcast(&four, 1, "t", &s)).contains("root is 1, expected a rank below 1"));
+        let (a, b) = (four.slice(0, 3).unwrap(), four.slice(1, 3).unwrap());
+        assert!(text(comm.all_gather(&a, &b, "t", &s)).contains("overlap"));
+        assert_eq!(comm.counts(), Default::default(), "a refused call is not a call");
+        comm.barrier("still good", &s).unwrap();
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn any_length_any_segment(ranks in 1usize..=9, part in 0usize..700, segment_bytes in 1usize..5000, kind in 0usize..4) {
+        threads(ranks, LocalOptions { segment_bytes, ..tiny() }, |comm| compare_all(&*comm, &Inline::default(), DTYPES[kind], part));
+    }
+}
+
+/// Not a test of its own: what a rank process runs when another test starts one.
+#[test]
+#[ignore = "started by other tests, as a rank"]
+fn child_rank() {
+    let Some((case, rank, ranks, store)) = told() else { return };
+    assert_eq!(case, "body");
+    let comm = LocalComm::join(&store, rank, ranks, tiny()).unwrap();
+    body(&comm);
+}
