@@ -33,6 +33,7 @@ use crate::memory::{Buffer, Category, MemoryUse, Place};
 use crate::{Error, Ops, Result};
 use heap::{Ledger, Pages};
 pub(crate) use info::processor;
+pub use ops::CpuOps;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -81,6 +82,11 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
+    /// A device with the operations of the CPU on `options.threads` threads.
+    pub fn new(options: CpuOptions) -> Result<Arc<CpuDevice>> {
+        CpuDevice::with_ops(options, Box::new(CpuOps::new(pool::Pool::new(options.threads)?)))
+    }
+
     /// A device that computes with `ops`.
     pub fn with_ops(options: CpuOptions, ops: Box<dyn Ops>) -> Result<Arc<CpuDevice>> {
         if options.threads == 0 {

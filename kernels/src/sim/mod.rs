@@ -101,6 +101,11 @@ pub struct SimDevice {
 }
 
 impl SimDevice {
+    /// A device that counts what the CPU device would do, with its workspace.
+    pub fn new(options: SimOptions) -> Result<Arc<SimDevice>> {
+        SimDevice::with_sizes(options, crate::cpu::ops::workspace_bytes)
+    }
+
     /// A device that counts. `sizes` answers [`Ops::workspace_bytes`], so that planned sizes are those of the device that
     /// it computes for.
     pub fn with_sizes(options: SimOptions, sizes: impl Fn(OpShape) -> usize + Send + Sync + 'static) -> Result<Arc<SimDevice>> {
