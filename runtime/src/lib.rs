@@ -3,6 +3,7 @@
 
 pub mod config;
 pub mod error;
+pub mod model;
 pub mod plan;
 
 pub use error::{Error, Result};
