@@ -1,0 +1,841 @@
+//! One training step: the order of groups, visits and micro-batches. The loop itself is [`Engine::step`]:
+//!
+//! ```text
+//! for each group of micro-batches:
+//!     forward:  for visit in visits:    open | forward of every micro-batch | finish
+//!     backward: for visit in reversed:  open | recompute, backward of every micro-batch | finish -> reduce
+//! -> sum over groups and uses -> norm -> update, segment by segment
+//! ```
+//!
+//! Everything is allocated in [`Engine::new`]; the same code on the simulated device is how memory is sized. The last visit runs
+//! forward and backward in one opening. Results reach the host by one small readback per step.
+
+use crate::data::HostBatch;
+use crate::error::{Error, Result};
+use crate::grads::{GradOptions, GradStore};
+use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, TensorSpec, VisitSpec};
+use crate::optim::Optimizer;
+use crate::plan::ShardPlan;
+use crate::store::{OpenUnit, ParamStore, StoreOptions, Streams, WeightSource};
+use std::sync::Arc;
+use std::time::Duration;
+use zrt_collectives::{Comm, Health};
+use zrt_kernels::{AdamW, Buffer, Category, DType, Device, Place, Readback, View, ViewMut};
+
+/// How a step is cut and where things live.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineOptions {
+    /// Sizes of a micro-batch.
+    pub shape: BatchShape,
+    /// `M`: micro-batches of a step over all ranks.
+    pub micro_batches: usize,
+    /// `G`: micro-batches of a rank that share one gather.
+    pub group: usize,
+    /// ZeRO stage, 0 to 3.
+    pub stage: u8,
+    /// Shards of weights live on the host (stage 3).
+    pub offload_param: bool,
+    /// Optimizer state and update live on the host.
+    pub offload_optimizer: bool,
+    /// Shards in shared pages (stage 3, one host).
+    pub share_pages: bool,
+    /// Units opened ahead.
+    pub prefetch_depth: usize,
+    /// Bytes of frozen units kept gathered.
+    pub resident_bytes: u64,
+    /// How many of the recomputable visits are recomputed, first ones first; `usize::MAX` for all.
+    pub recompute: usize,
+    /// Bit-equal results whatever the sharding.
+    pub deterministic: bool,
+    /// Clip the gradient norm to this.
+    pub max_grad_norm: Option<f32>,
+    /// Run seed: initialization and dropout.
+    pub seed: u64,
+    /// Fill released slots with NaN (with the CPU device's chaos mode).
+    pub poison: bool,
+}
+
+impl EngineOptions {
+    /// Everything on the device, no sharding; `micro_batches` per step.
+    pub fn new(shape: BatchShape, micro_batches: usize) -> EngineOptions {
+        EngineOptions {
+            shape,
+            micro_batches,
+            group: 1,
+            stage: 0,
+            offload_param: false,
+            offload_optimizer: false,
+            share_pages: true,
+            prefetch_depth: 1,
+            resident_bytes: 0,
+            recompute: 0,
+            deterministic: false,
+            max_grad_norm: None,
+            seed: 0,
+            poison: false,
+        }
+    }
+}
+
+/// What a step trains on. `batch(i)` is the i-th micro-batch of the step, asked only for those of this rank; `None`: absent.
+pub struct StepInput<'a> {
+    /// Optimizer step from 0: the dropout key.
+    pub step: u64,
+    /// Hyper-parameters; `hp.step` is set by the engine.
+    pub hp: AdamW,
+    /// Trained tokens of the whole step over all ranks: the loss is their mean.
+    pub trained_tokens: u64,
+    /// Micro-batches by global index.
+    pub batch: &'a dyn Fn(usize) -> Result<Option<HostBatch>>,
+    /// This rank wants the run to stop after this step.
+    pub stop: bool,
+}
+
+/// What a step did; the same on all ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepOutput {
+    /// Mean loss over the trained tokens of all ranks.
+    pub loss: f64,
+    /// L2 norm of the gradient before clipping.
+    pub grad_norm: f32,
+    /// False when the gradient was not finite: no weight has changed.
+    pub applied: bool,
+    /// Some rank asked to stop.
+    pub stop: bool,
+}
+
+/// Tokens of a micro-batch on the device.
+struct BatchBuffers {
+    ids: ViewMut,
+    labels: ViewMut,
+    positions: ViewMut,
+    cu_seqlens: ViewMut,
+}
+
+/// A visit's place in memory.
+struct VisitMemory {
+    /// Per micro-batch of a group (one entry when shared with others).
+    acts: Vec<Vec<ViewMut>>,
+    scratch: Vec<ViewMut>,
+    /// Output per micro-batch; empty for the last visit.
+    outputs: Vec<ViewMut>,
+    recompute: bool,
+}
+
+/// The training engine of one rank.
+pub struct Engine {
+    device: Arc<dyn Device>,
+    comm: Comm,
+    streams: Streams,
+    model: Arc<dyn Model>,
+    plan: Arc<ShardPlan>,
+    options: EngineOptions,
+    visits: Vec<VisitSpec>,
+    memory: Vec<VisitMemory>,
+    store: ParamStore,
+    grads: GradStore,
+    optimizer: Optimizer,
+    batches: Vec<BatchBuffers>,
+    /// Per micro-batch: gradient of the running boundary, two buffers when some visit is not in place.
+    d: Vec<[ViewMut; 2]>,
+    /// Which of the two holds the gradient of a visit's output.
+    d_side: Vec<usize>,
+    loss: ViewMut,
+    /// `[M + 2]`: loss sum of each micro-batch, stop requests, spare.
+    control: ViewMut,
+    workspace: ViewMut,
+    tables: Vec<View>,
+    /// First visit that trains something.
+    first_trained: usize,
+    /// Updates applied so far.
+    updates: u64,
+}
+
+impl Engine {
+    /// Plans, allocates everything a run needs, and makes sure that all ranks planned the same. Collective.
+    pub fn new(device: Arc<dyn Device>, comm: Comm, model: Arc<dyn Model>, options: EngineOptions) -> Result<Engine> {
+        let visits = model.visits(options.shape, device.ops());
+        let plan = Arc::new(ShardPlan::new(model.units(), options.shape.compute, comm.ranks())?);
+        check_visits(&visits, &plan)?;
+        let streams = Streams::new(&*device)?;
+        let store_options = StoreOptions {
+            stage: options.stage,
+            offload_param: options.offload_param,
+            offload_optimizer: options.offload_optimizer,
+            share_pages: options.share_pages,
+            prefetch_depth: options.prefetch_depth,
+            resident_bytes: options.resident_bytes,
+            poison: options.poison,
+        };
+        let store = ParamStore::new(plan.clone(), device.clone(), comm.clone(), streams.clone(), store_options)?;
+        let grad_options = GradOptions {
+            stage: options.stage,
+            offload: options.offload_optimizer,
+            deterministic: options.deterministic,
+            group: options.group,
+            groups: options.micro_batches.div_ceil(comm.ranks() * options.group),
+        };
+        let grads = GradStore::new(plan.clone(), &visits, device.clone(), comm.clone(), streams.clone(), grad_options)?;
+        let optimizer =
+            Optimizer::new(plan.clone(), &store, device.clone(), comm.clone(), streams.clone(), options.stage, options.offload_optimizer)?;
+        let (n, t) = (options.shape.tokens, options.shape.compute);
+        let alloc = |name: &str, elems: usize, dtype: DType, category: Category| -> Result<ViewMut> {
+            let bytes = (elems * dtype.bytes()).max(64);
+            Ok(device.alloc(name, bytes, Place::Device, category)?.view_mut(dtype, 0, elems)?)
+        };
+        let group = options.group.min(options.micro_batches).max(1);
+        let first_trained = (0..visits.len()).find(|&v| grads.trains(v)).unwrap_or(visits.len());
+        let memory = plan_memory(&visits, &options, group, &*device)?;
+        let mut side = 0;
+        let mut d_side = vec![0; visits.len()];
+        for v in (0..visits.len()).rev() {
+            d_side[v] = side;
+            side ^= usize::from(!visits[v].in_place);
+        }
+        let two = visits.iter().skip(1).rev().skip(1).any(|v| !v.in_place);
+        let largest = visits.iter().map(|v| v.output).max().unwrap_or(0);
+        let mut d = Vec::new();
+        let mut batches = Vec::new();
+        for j in 0..group {
+            let one = alloc(&format!("boundary gradient {j}"), largest, t, Category::Activations)?;
+            let other = if two { alloc(&format!("boundary gradient' {j}"), largest, t, Category::Activations)? } else { one.clone() };
+            d.push([one, other]);
+            let ints = |name: &str, elems| alloc(&format!("{name} {j}"), elems, DType::I32, Category::Workspace);
+            batches.push(BatchBuffers {
+                ids: ints("ids", n)?,
+                labels: ints("labels", n)?,
+                positions: ints("positions", n)?,
+                cu_seqlens: ints("cu_seqlens", n + 1)?,
+            });
+        }
+        let loss = alloc("token loss", n, DType::F32, Category::Workspace)?;
+        let control = alloc("losses", options.micro_batches + 2, DType::F32, Category::Workspace)?;
+        let bytes = visits.iter().map(|v| v.workspace_bytes).max().unwrap_or(0);
+        let workspace = alloc("workspace", bytes, DType::U8, Category::Workspace)?;
+        let mut tables = Vec::new();
+        for (i, table) in model.tables().into_iter().enumerate() {
+            let view = alloc(&format!("table {i}"), table.len(), DType::F32, Category::Workspace)?;
+            streams.compute.write(&view, "table", Box::new(move |dst| fill_bytes(dst, &table)))?;
+            tables.push(view.view());
+        }
+        let engine = Engine {
+            device,
+            comm,
+            streams,
+            model,
+            plan,
+            options,
+            visits,
+            memory,
+            store,
+            grads,
+            optimizer,
+            batches,
+            d,
+            d_side,
+            loss,
+            control,
+            workspace,
+            tables,
+            first_trained,
+            updates: 0,
+        };
+        engine.compare_plans()?;
+        Ok(engine)
+    }
+
+    /// All ranks must have planned the same: the sum of the digests' parts over ranks must be ranks times our own.
+    fn compare_plans(&self) -> Result<()> {
+        let mut text = self.plan.digest();
+        for field in [format!("{:?}", self.options), format!("{:?}", self.visits)] {
+            let key = zrt_kernels::philox::key_of(text, &field);
+            text = u64::from(key[0]) | u64::from(key[1]) << 32;
+        }
+        self.comm.barrier(&format!("plan {text:016x}"), &*self.streams.comm)?;
+        self.sync()
+    }
+
+    /// Fills weights and optimizer state. Collective.
+    pub fn load(&mut self, source: &Arc<dyn WeightSource>) -> Result<()> {
+        self.store.load(source).map_err(|e| self.explain(e))?;
+        let Engine { optimizer, store, .. } = self;
+        optimizer.load(store, source)?;
+        self.sync()
+    }
+
+    /// One optimizer step. Collective: all ranks call it with the same step, rates and counts.
+    pub fn step(&mut self, input: &StepInput) -> Result<StepOutput> {
+        self.run_step(input).map_err(|e| self.explain(e))
+    }
+
+    fn run_step(&mut self, input: &StepInput) -> Result<StepOutput> {
+        let (m, ranks, g) = (self.options.micro_batches, self.comm.ranks(), self.options.group);
+        let mut flags = vec![0f32; m + 2];
+        flags[m] = f32::from(u8::from(input.stop));
+        self.streams.compute.write(&self.control, "losses", Box::new(move |dst| fill_bytes(dst, &flags)))?;
+        for group in 0..m.div_ceil(ranks * g) {
+            let mut batches = Vec::with_capacity(g);
+            for j in 0..g {
+                let index = (group * ranks + self.comm.rank()) * g + j;
+                if index < m
+                    && let Some(host) = (input.batch)(index)?
+                    && host.trained > 0
+                {
+                    batches.push(self.upload(batches.len(), host, index, input)?);
+                }
+            }
+            self.forward(&batches, Pass::Train)?;
+            self.backward(&batches)?;
+        }
+        let grads = self.grads.finish_step()?;
+        let hp = AdamW { step: self.updates + 1, ..input.hp };
+        let Engine { optimizer, store, .. } = self;
+        let norm = optimizer.step(store, &grads, hp, self.options.max_grad_norm)?;
+        self.grads.release()?;
+        let control = self.share_control("losses")?;
+        let norm = self.wait(&norm)?;
+        let control = self.wait(&control)?;
+        let applied = norm[1].is_finite();
+        self.updates += u64::from(applied);
+        let total: f64 = control[..m].iter().map(|&l| f64::from(l)).sum();
+        Ok(StepOutput { loss: total / input.trained_tokens.max(1) as f64, grad_norm: norm[0], applied, stop: control[m] > 0.0 })
+    }
+
+    /// Sums `control` over ranks (each slot has one writer) and sends it to the host.
+    fn share_control(&mut self, tag: &str) -> Result<Readback> {
+        let event = self.device.event()?;
+        self.streams.compute.record(&event)?;
+        self.streams.comm.wait(&event)?;
+        if self.comm.ranks() > 1 {
+            self.comm.all_reduce(&self.control, tag, &*self.streams.comm)?;
+        }
+        let readback = self.streams.comm.read(&self.control.view())?;
+        self.streams.comm.record(&event)?;
+        self.streams.compute.wait(&event)?;
+        Ok(readback)
+    }
+
+    fn upload(&self, j: usize, host: HostBatch, index: usize, input: &StepInput) -> Result<Batch> {
+        let b = &self.batches[j];
+        for (what, view, data) in [
+            ("ids", &b.ids, host.ids),
+            ("labels", &b.labels, host.labels),
+            ("positions", &b.positions, host.positions),
+            ("cu_seqlens", &b.cu_seqlens, host.cu_seqlens),
+        ] {
+            if data.len() != view.elems() {
+                return Err(Error::Model(format!("batch: {what} has {} elements, expected {}", data.len(), view.elems())));
+            }
+            self.streams.compute.write(view, what, Box::new(move |dst| fill_bytes(dst, &data)))?;
+        }
+        Ok(Batch {
+            ids: b.ids.view(),
+            labels: b.labels.view(),
+            positions: b.positions.view(),
+            cu_seqlens: b.cu_seqlens.view(),
+            documents: host.documents,
+            loss: self.loss.clone(),
+            grad_scale: (1.0 / input.trained_tokens.max(1) as f64) as f32,
+            step: input.step as u32,
+            index: index as u32,
+        })
+    }
+
+    fn open(&mut self, visit: usize) -> Result<(Params, Vec<OpenUnit>)> {
+        let units = self.visits[visit].units.clone();
+        let open = units.iter().map(|&u| self.store.open(u)).collect::<Result<Vec<_>>>()?;
+        Ok((Params { views: open.iter().map(|o| o.params.clone()).collect() }, open))
+    }
+
+    fn finish(&mut self, open: Vec<OpenUnit>) -> Result<()> {
+        open.into_iter().try_for_each(|o| self.store.finish(o))
+    }
+
+    fn prefetch(&mut self, visit: Option<usize>) -> Result<()> {
+        for depth in 0..self.options.prefetch_depth.min(1) {
+            if let Some(spec) = visit.and_then(|v| self.visits.get(v + depth)) {
+                for u in spec.units.clone() {
+                    self.store.prefetch(u)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn cx(&self, visit: usize, pass: Pass) -> Cx<'_> {
+        Cx {
+            ops: self.device.ops(),
+            stream: &*self.streams.compute,
+            workspace: self.workspace.clone(),
+            scratch: &self.memory[visit].scratch,
+            tables: &self.tables,
+            pass,
+            seed: self.options.seed,
+        }
+    }
+
+    fn run_forward(&self, visit: usize, w: &Params, j: usize, batch: &Batch, pass: Pass) -> Result<()> {
+        let x = visit.checked_sub(1).map(|p| self.memory[p].outputs[j].view());
+        let acts = self.acts(visit, j);
+        self.model.forward(&self.cx(visit, pass), visit, w, self.memory[visit].outputs.get(j), x.as_ref(), acts, batch)
+    }
+
+    fn acts(&self, visit: usize, j: usize) -> &[ViewMut] {
+        let acts = &self.memory[visit].acts;
+        &acts[j.min(acts.len() - 1)]
+    }
+
+    /// Forward of all visits but the last.
+    fn forward(&mut self, batches: &[Batch], pass: Pass) -> Result<()> {
+        for visit in 0..self.visits.len() - 1 {
+            let (w, open) = self.open(visit)?;
+            self.prefetch(Some(visit + 1))?;
+            for (j, batch) in batches.iter().enumerate() {
+                self.run_forward(visit, &w, j, batch, pass)?;
+            }
+            self.finish(open)?;
+        }
+        Ok(())
+    }
+
+    /// The last visit forward and backward in one opening, then the others in reverse down to the first that trains.
+    fn backward(&mut self, batches: &[Batch]) -> Result<()> {
+        let last = self.visits.len() - 1;
+        for visit in (self.first_trained.min(last)..=last).rev() {
+            let (w, open) = self.open(visit)?;
+            self.prefetch(visit.checked_sub(1).filter(|&v| v >= self.first_trained))?;
+            self.grads.begin(visit)?;
+            for (j, batch) in batches.iter().enumerate() {
+                if visit == last || self.memory[visit].recompute {
+                    self.run_forward(visit, &w, j, batch, Pass::Train)?;
+                }
+                let units = &self.visits[visit].units;
+                let grads = if self.grads.trains(visit) {
+                    self.grads.leaf(visit, units)?
+                } else {
+                    Grads { views: vec![Vec::new(); units.len()], write: zrt_kernels::Write::Set }
+                };
+                self.run_backward(visit, &w, &grads, j, batch)?;
+                self.grads.fold(visit)?;
+                if visit == last {
+                    let slot = self.control.slice(batch.index as usize, 1)?;
+                    self.device.ops().sum(&slot, &self.loss.view(), &*self.streams.compute)?;
+                }
+            }
+            self.finish(open)?;
+            self.grads.reduce(visit)?;
+        }
+        Ok(())
+    }
+
+    fn run_backward(&self, visit: usize, w: &Params, grads: &Grads, j: usize, batch: &Batch) -> Result<()> {
+        let spec = &self.visits[visit];
+        let x = visit.checked_sub(1).map(|p| self.memory[p].outputs[j].view());
+        let side = self.d_side[visit];
+        let cut = |side: usize, elems: usize| -> Result<Option<ViewMut>> {
+            if elems == 0 { Ok(None) } else { Ok(Some(self.d[j][side].slice(0, elems)?)) }
+        };
+        let dy = cut(side, spec.output)?;
+        let dx = if visit > self.first_trained { cut(side ^ usize::from(!spec.in_place), spec.input)? } else { None };
+        let acts = self.acts(visit, j);
+        self.model.backward(&self.cx(visit, Pass::Train), visit, w, grads, dx.as_ref(), dy.as_ref(), x.as_ref(), acts, batch)
+    }
+
+    /// Mean loss over `batches` (all ranks together evaluate `count` micro-batches; `batch(i)` is asked for those of this rank), and its tokens.
+    /// Collective.
+    pub fn evaluate(&mut self, count: usize, batch: &dyn Fn(usize) -> Result<Option<HostBatch>>) -> Result<(f64, u64)> {
+        let m = self.options.micro_batches;
+        let (rank, ranks) = (self.comm.rank(), self.comm.ranks());
+        let (mut total, mut tokens) = (0f64, 0u64);
+        let last = self.visits.len() - 1;
+        // The control buffer holds M sums: evaluate in rounds of at most M micro-batches, a whole number per rank.
+        let per_round = (m / ranks).max(1) * ranks;
+        for round in 0..count.div_ceil(per_round) {
+            let zeros = vec![0f32; m + 2];
+            self.streams.compute.write(&self.control, "losses", Box::new(move |dst| fill_bytes(dst, &zeros)))?;
+            let mut trained = 0u64;
+            for k in 0..per_round / ranks {
+                let index = round * per_round + k * ranks + rank;
+                let host = if index < count { batch(index)?.filter(|h| h.trained > 0) } else { None };
+                let mut batches = Vec::new();
+                if let Some(host) = host {
+                    trained += host.trained;
+                    let input = StepInput { step: 0, hp: NO_UPDATE, trained_tokens: 1, batch, stop: false };
+                    batches.push(self.upload(0, host, index, &input)?);
+                }
+                self.forward(&batches, Pass::Eval)?;
+                let (w, open) = self.open(last)?;
+                for batch in &batches {
+                    self.run_forward(last, &w, 0, batch, Pass::Eval)?;
+                    let slot = self.control.slice(if m >= per_round { k * ranks + rank } else { 0 }, 1)?;
+                    self.device.ops().sum(&slot, &self.loss.view(), &*self.streams.compute)?;
+                }
+                self.finish(open)?;
+            }
+            // Token counts as f32 are exact below 2^24.
+            let count_slot = self.control.slice(m + 1, 1)?;
+            let counted = trained as f32;
+            self.streams.compute.write(&count_slot, "tokens", Box::new(move |dst| fill_bytes(dst, &[counted])))?;
+            let sums = self.share_control("evaluation")?;
+            let sums = self.wait(&sums)?;
+            total += sums[..m].iter().map(|&l| f64::from(l)).sum::<f64>();
+            tokens += sums[m + 1] as u64;
+        }
+        Ok((total / tokens.max(1) as f64, tokens))
+    }
+
+    /// Per-token losses of one micro-batch, `[N]`. Collective when weights are sharded: all ranks call it alike.
+    pub fn token_losses(&mut self, host: HostBatch) -> Result<Vec<f32>> {
+        let input = StepInput { step: 0, hp: NO_UPDATE, trained_tokens: 1, batch: &|_| Ok(None), stop: false };
+        let batch = vec![self.upload(0, host, 0, &input)?];
+        self.forward(&batch, Pass::Eval)?;
+        let last = self.visits.len() - 1;
+        let (w, open) = self.open(last)?;
+        self.run_forward(last, &w, 0, &batch[0], Pass::Eval)?;
+        self.finish(open)?;
+        let readback = self.streams.compute.read(&self.loss.view())?;
+        self.wait(&readback)
+    }
+
+    /// Gradients of one step without updating: (parameter name, gradient) for every trained parameter this rank holds whole.
+    /// For tests and inspection; meant for stages 0-1 or one rank.
+    pub fn gradients(&mut self, input: &StepInput) -> Result<Vec<(String, Vec<f32>)>> {
+        let mut batches = Vec::new();
+        let (m, ranks, g) = (self.options.micro_batches, self.comm.ranks(), self.options.group);
+        for group in 0..m.div_ceil(ranks * g) {
+            batches.clear();
+            for j in 0..g {
+                let index = (group * ranks + self.comm.rank()) * g + j;
+                if index < m && let Some(host) = (input.batch)(index)? {
+                    batches.push(self.upload(batches.len(), host, index, input)?);
+                }
+            }
+            self.forward(&batches, Pass::Train)?;
+            self.backward(&batches)?;
+        }
+        let grads = self.grads.finish_step()?;
+        let mut out = Vec::new();
+        for (segment, g) in &grads {
+            let s = &self.plan.segments[*segment];
+            if g.elems() < s.padded {
+                return Err(Error::Model("gradients() needs a stage that holds whole gradients".into()));
+            }
+            let readback = self.streams.update.read(&g.view())?;
+            let all = self.wait(&readback)?;
+            for slice in &s.slices {
+                let name = self.plan.units[s.unit].params[slice.param].name.clone();
+                out.push((name, all[slice.start..slice.start + slice.elems].to_vec()));
+            }
+        }
+        self.grads.release()?;
+        Ok(out)
+    }
+
+    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values);
+    /// kinds are `"weight"` (f32 master), `"m"`, `"v"`. One tensor in memory at a time.
+    pub fn export_state(&mut self, sink: &mut dyn FnMut(&'static str, &str, usize, &[f32]) -> Result<()>) -> Result<()> {
+        for i in 0..self.optimizer.parts.len() {
+            let part = &self.optimizer.parts[i];
+            let s = &self.plan.segments[part.segment];
+            // The owned shard, also where the rank holds more.
+            let first = self.comm.rank() * s.shard;
+            for (kind, view) in [("weight", part.param.clone()), ("m", part.m.clone()), ("v", part.v.clone())] {
+                for (param, from, at, elems) in s.pieces(first, first + s.shard) {
+                    let readback = self.streams.update.read(&view.slice(first - part.start + at, elems)?.view())?;
+                    let values = self.wait(&readback)?;
+                    sink(kind, &self.plan.units[s.unit].params[param].name, from, &values)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets moments and the number of updates from `read(kind, name, start, out)`; weights come through [`Engine::load`]. Collective.
+    pub fn import_state(&mut self, updates: u64, read: Arc<dyn ReadState>) -> Result<()> {
+        for part in &self.optimizer.parts {
+            let s = &self.plan.segments[part.segment];
+            for (kind, view) in [("m", &part.m), ("v", &part.v)] {
+                for (param, from, at, elems) in s.pieces(part.start, part.start + part.param.elems()) {
+                    let name = self.plan.units[s.unit].params[param].name.clone();
+                    let read = read.clone();
+                    let source = Box::new(move |dst: &mut [u8]| {
+                        let mut values = vec![0f32; dst.len() / 4];
+                        read.read(kind, &name, from, &mut values)?;
+                        fill_bytes(dst, &values)
+                    });
+                    self.streams.update.write(&view.slice(at, elems)?, kind, source)?;
+                }
+            }
+        }
+        self.updates = updates;
+        self.sync()
+    }
+
+    /// Opens every unit in turn and hands each parameter that `want` chooses to `sink` on every rank, as stored bytes. Collective.
+    pub fn export_weights(&mut self, want: &dyn Fn(&crate::plan::ParamSpec) -> bool, sink: &mut WeightSink) -> Result<()> {
+        for unit in 0..self.plan.units.len() {
+            let specs = self.plan.units[unit].params.clone();
+            if !specs.iter().any(want) {
+                continue;
+            }
+            let open = self.store.open(unit)?;
+            for (spec, view) in specs.iter().zip(open.params.clone()).filter(|(s, _)| want(s)) {
+                let readback = self.streams.compute.read(&view)?;
+                let bytes = self.wait_bytes(&readback)?;
+                sink(spec, view.dtype(), bytes)?;
+            }
+            self.store.finish(open)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the step's forward and backward again without updating, looking at every boundary and gradient, and names the first
+    /// tensor of this rank that is not finite, with its micro-batch. `None`: nothing found on this rank. Collective.
+    pub fn find_nonfinite(&mut self, input: &StepInput) -> Result<Option<(String, usize)>> {
+        let (m, ranks) = (self.options.micro_batches, self.comm.ranks());
+        let mut found: Option<(String, usize)> = None;
+        let per_rank = m.div_ceil(ranks * self.options.group) * self.options.group;
+        let last = self.visits.len() - 1;
+        for k in 0..per_rank {
+            let (group, j) = (k / self.options.group, k % self.options.group);
+            let index = (group * ranks + self.comm.rank()) * self.options.group + j;
+            let host = if index < m { (input.batch)(index)?.filter(|h| h.trained > 0) } else { None };
+            let batches = host.map(|h| self.upload(0, h, index, input)).transpose()?;
+            let mut note = |engine: &Engine, name: String, view: &View| -> Result<()> {
+                if found.is_none() && engine.count_nonfinite(view)? > 0.0 {
+                    found = Some((name, index));
+                }
+                Ok(())
+            };
+            for visit in 0..last {
+                let (w, open) = self.open(visit)?;
+                if let Some(batch) = &batches {
+                    for (unit, views) in self.visits[visit].units.iter().zip(&w.views) {
+                        for (spec, view) in self.plan.units[*unit].params.iter().zip(views) {
+                            note(self, format!("weight {}", spec.name), view)?;
+                        }
+                    }
+                    self.run_forward(visit, &w, 0, batch, Pass::Train)?;
+                    note(self, format!("output of {}", self.visits[visit].name), &self.memory[visit].outputs[0].view())?;
+                }
+                self.finish(open)?;
+            }
+            for visit in (self.first_trained.min(last)..=last).rev() {
+                let (w, open) = self.open(visit)?;
+                if let Some(batch) = &batches {
+                    if visit == last || self.memory[visit].recompute {
+                        self.run_forward(visit, &w, 0, batch, Pass::Train)?;
+                    }
+                    let none = Grads { views: vec![Vec::new(); self.visits[visit].units.len()], write: zrt_kernels::Write::Set };
+                    self.run_backward(visit, &w, &none, 0, batch)?;
+                    let side = self.d_side[visit] ^ usize::from(!self.visits[visit].in_place);
+                    if visit == last {
+                        note(self, "loss".into(), &self.loss.view())?;
+                    }
+                    if visit > self.first_trained {
+                        let view = self.d[0][side].slice(0, self.visits[visit].input)?.view();
+                        note(self, format!("gradient of the input of {}", self.visits[visit].name), &view)?;
+                    }
+                }
+                self.finish(open)?;
+            }
+        }
+        Ok(found)
+    }
+
+    fn count_nonfinite(&self, view: &View) -> Result<f32> {
+        let out = self.control.slice(self.options.micro_batches + 1, 1)?;
+        self.device.ops().count_nonfinite(&out, view, &*self.streams.compute)?;
+        let readback = self.streams.compute.read(&out.view())?;
+        Ok(self.wait(&readback)?[0])
+    }
+
+    fn wait(&self, readback: &Readback) -> Result<Vec<f32>> {
+        let bytes = self.wait_bytes(readback)?;
+        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// Waits as long as the group is healthy: collectives have deadlines of their own, and compute always ends.
+    fn wait_bytes(&self, readback: &Readback) -> Result<Vec<u8>> {
+        loop {
+            match readback.bytes(Duration::from_secs(1)) {
+                Ok(bytes) => return Ok(bytes),
+                Err(zrt_kernels::Error::Deadline { .. }) => {
+                    if let Health::Lost(e) = self.comm.health() {
+                        return Err(e.into());
+                    }
+                }
+                Err(e) => return Err(self.explain(e.into())),
+            }
+        }
+    }
+
+    /// Waits for all streams.
+    pub fn sync(&self) -> Result<()> {
+        for s in [&self.streams.compute, &self.streams.copy, &self.streams.comm, &self.streams.update] {
+            s.sync().map_err(|e| self.explain(e.into()))?;
+        }
+        Ok(())
+    }
+
+    /// A stream's error is often the echo of a lost group: prefer the communicator's own account.
+    fn explain(&self, error: Error) -> Error {
+        match (error, self.comm.health()) {
+            (Error::Device { .. }, Health::Lost(lost)) => lost.into(),
+            (Error::Device { source, .. }, Health::Good) => Error::Device { rank: self.comm.rank(), source },
+            (other, _) => other,
+        }
+    }
+
+    /// The layout.
+    pub fn plan(&self) -> &ShardPlan {
+        &self.plan
+    }
+
+    /// The visits.
+    pub fn visits(&self) -> &[VisitSpec] {
+        &self.visits
+    }
+
+    /// The options it was made with.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    /// Updates applied so far.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// all_gather calls that filled slots so far.
+    pub fn gathers(&self) -> u64 {
+        self.store.gathers()
+    }
+
+    /// Useful floating-point operations of one micro-batch: forward and backward, without recomputation.
+    pub fn flops_per_micro_batch(&self) -> f64 {
+        self.visits.iter().map(|v| v.flops.0 + v.flops.1).sum()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// The communicator.
+    pub fn comm(&self) -> &Comm {
+        &self.comm
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Streams drain before memory that they use is returned; errors were reported where they mattered.
+        let _ = self.sync();
+    }
+}
+
+/// Receives one exported parameter: its specification, element type and bytes.
+pub type WeightSink<'a> = dyn FnMut(&crate::plan::ParamSpec, DType, Vec<u8>) -> Result<()> + 'a;
+
+/// Optimizer state by name and range, from a checkpoint.
+pub trait ReadState: Send + Sync {
+    /// Fills `out` with elements from `start` on of `kind` (`"m"`, `"v"`, `"weight"`) of parameter `name`.
+    fn read(&self, kind: &str, name: &str, start: usize, out: &mut [f32]) -> std::result::Result<(), String>;
+}
+
+const NO_UPDATE: AdamW = AdamW { lr: 0.0, beta1: 0.0, beta2: 0.0, eps: 1.0, weight_decay: 0.0, step: 1 };
+
+/// Copies values into a destination of the same bytes.
+fn fill_bytes<T: bytemuck::Pod>(dst: &mut [u8], values: &[T]) -> std::result::Result<(), String> {
+    let src: &[u8] = bytemuck::cast_slice(values);
+    if src.len() != dst.len() {
+        return Err(format!("{} bytes for a destination of {}", src.len(), dst.len()));
+    }
+    dst.copy_from_slice(src);
+    Ok(())
+}
+
+/// The engine's assumptions about a model, checked once.
+fn check_visits(visits: &[VisitSpec], plan: &ShardPlan) -> Result<()> {
+    let fail = |what: String| Err(Error::Model(what));
+    if visits.is_empty() {
+        return fail("no visits".into());
+    }
+    for (v, visit) in visits.iter().enumerate() {
+        let before = v.checked_sub(1).map_or(0, |p| visits[p].output);
+        if visit.input != before {
+            return fail(format!("visit {} takes {} elements, the one before gives {before}", visit.name, visit.input));
+        }
+        if (visit.output == 0) != (v + 1 == visits.len()) {
+            return fail(format!("visit {}: only the last has no output", visit.name));
+        }
+        if visit.in_place && visit.input != visit.output {
+            return fail(format!("visit {} is in_place with input {} and output {}", visit.name, visit.input, visit.output));
+        }
+        if let Some(u) = visit.units.iter().find(|&&u| u >= plan.units.len()) {
+            return fail(format!("visit {} opens unit {u} of {}", visit.name, plan.units.len()));
+        }
+    }
+    for (u, unit) in plan.units.iter().enumerate() {
+        if plan.trained(u).is_some() && !visits.iter().any(|v| v.units.contains(&u)) {
+            return fail(format!("unit {} is trained but no visit opens it", unit.name));
+        }
+    }
+    Ok(())
+}
+
+/// Cuts tensors out of one region, each aligned to 64 bytes.
+fn carve(buffer: &Buffer, at: &mut usize, specs: &[TensorSpec]) -> Result<Vec<ViewMut>> {
+    let mut out = Vec::with_capacity(specs.len());
+    for s in specs {
+        out.push(buffer.view_mut(s.dtype, *at, s.elems)?);
+        *at += region_bytes(std::slice::from_ref(s));
+    }
+    Ok(out)
+}
+
+fn region_bytes(specs: &[TensorSpec]) -> usize {
+    specs.iter().map(|s| (s.elems * s.dtype.bytes()).next_multiple_of(64)).sum()
+}
+
+/// Boundaries and activations per micro-batch; one shared region for what lives within one visit (scratch, recomputed activations, the last visit's).
+fn plan_memory(visits: &[VisitSpec], options: &EngineOptions, group: usize, device: &dyn Device) -> Result<Vec<VisitMemory>> {
+    let last = visits.len() - 1;
+    let mut left = options.recompute;
+    let recompute: Vec<bool> = visits
+        .iter()
+        .map(|v| {
+            let yes = v.recompute && left > 0;
+            left = left.saturating_sub(usize::from(v.recompute));
+            yes
+        })
+        .collect();
+    let shared_acts = |v: usize| recompute[v] || v == last;
+    let largest = |of: &dyn Fn(usize) -> usize| (0..visits.len()).map(of).max().unwrap_or(0).max(64);
+    let work_bytes = largest(&|v| if shared_acts(v) { region_bytes(&visits[v].acts) } else { 0 });
+    let scratch_bytes = largest(&|v| region_bytes(&visits[v].scratch));
+    let work = device.alloc("working activations", work_bytes, Place::Device, Category::Activations)?;
+    let scratch = device.alloc("scratch", scratch_bytes, Place::Device, Category::Activations)?;
+    let mut memory = Vec::with_capacity(visits.len());
+    for (v, visit) in visits.iter().enumerate() {
+        let boundary = TensorSpec { name: "output", elems: visit.output, dtype: options.shape.compute };
+        let own: &[TensorSpec] = if shared_acts(v) { &[] } else { &visit.acts };
+        let bytes = region_bytes(own) + region_bytes(std::slice::from_ref(&boundary));
+        let region = device.alloc(&format!("activations {}", visit.name), (bytes * group).max(64), Place::Device, Category::Activations)?;
+        let mut at = 0;
+        let mut acts = Vec::new();
+        let mut outputs = Vec::new();
+        for _ in 0..group {
+            acts.push(carve(&region, &mut at, own)?);
+            if visit.output > 0 {
+                outputs.extend(carve(&region, &mut at, std::slice::from_ref(&boundary))?);
+            }
+        }
+        if shared_acts(v) {
+            acts = vec![carve(&work, &mut 0, &visit.acts)?];
+        }
+        memory.push(VisitMemory { acts, scratch: carve(&scratch, &mut 0, &visit.scratch)?, outputs, recompute: recompute[v] });
+    }
+    Ok(memory)
+}
