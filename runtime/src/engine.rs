@@ -351,12 +351,13 @@ impl Engine {
         open.into_iter().try_for_each(|o| self.store.finish(o))
     }
 
-    fn prefetch(&mut self, visit: Option<usize>) -> Result<()> {
-        for depth in 0..self.options.prefetch_depth.min(1) {
-            if let Some(spec) = visit.and_then(|v| self.visits.get(v + depth)) {
-                for u in spec.units.clone() {
-                    self.store.prefetch(u)?;
-                }
+    /// Starts opening the visits after `visit` in the running direction, `prefetch_depth` of them.
+    fn prefetch(&mut self, visit: usize, backward: bool) -> Result<()> {
+        for depth in 1..=self.options.prefetch_depth {
+            let next = if backward { visit.checked_sub(depth).filter(|&v| v >= self.first_trained) } else { Some(visit + depth) };
+            let Some(spec) = next.and_then(|v| self.visits.get(v)) else { break };
+            for u in spec.units.clone() {
+                self.store.prefetch(u)?;
             }
         }
         Ok(())
@@ -389,7 +390,7 @@ impl Engine {
     fn forward(&mut self, batches: &[Batch], pass: Pass) -> Result<()> {
         for visit in 0..self.visits.len() - 1 {
             let (w, open) = self.open(visit)?;
-            self.prefetch(Some(visit + 1))?;
+            self.prefetch(visit, false)?;
             for (j, batch) in batches.iter().enumerate() {
                 self.run_forward(visit, &w, j, batch, pass)?;
             }
@@ -403,7 +404,7 @@ impl Engine {
         let last = self.visits.len() - 1;
         for visit in (self.first_trained.min(last)..=last).rev() {
             let (w, open) = self.open(visit)?;
-            self.prefetch(visit.checked_sub(1).filter(|&v| v >= self.first_trained))?;
+            self.prefetch(visit, true)?;
             self.grads.begin(visit)?;
             for (j, batch) in batches.iter().enumerate() {
                 if visit == last || self.memory[visit].recompute {
@@ -467,7 +468,7 @@ impl Engine {
                 let (w, open) = self.open(last)?;
                 for batch in &batches {
                     self.run_forward(last, &w, 0, batch, Pass::Eval)?;
-                    let slot = self.control.slice(if m >= per_round { k * ranks + rank } else { 0 }, 1)?;
+                    let slot = self.control.slice(k * ranks + rank, 1)?;
                     self.device.ops().sum(&slot, &self.loss.view(), &*self.streams.compute)?;
                 }
                 self.finish(open)?;
@@ -478,7 +479,8 @@ impl Engine {
             self.streams.compute.write(&count_slot, "tokens", Box::new(move |dst| fill_bytes(dst, &[counted])))?;
             let sums = self.share_control("evaluation")?;
             let sums = self.wait(&sums)?;
-            total += sums[..m].iter().map(|&l| f64::from(l)).sum::<f64>();
+            // One running sum in index order: the rounds, which depend on the ranks, leave no trace.
+            total = sums[..m].iter().fold(total, |sum, &l| sum + f64::from(l));
             tokens += sums[m + 1] as u64;
         }
         Ok((total / tokens.max(1) as f64, tokens))
@@ -506,7 +508,9 @@ impl Engine {
             batches.clear();
             for j in 0..g {
                 let index = (group * ranks + self.comm.rank()) * g + j;
-                if index < m && let Some(host) = (input.batch)(index)? {
+                if index < m
+                    && let Some(host) = (input.batch)(index)?
+                {
                     batches.push(self.upload(batches.len(), host, index, input)?);
                 }
             }

@@ -125,7 +125,12 @@ pub struct GradStore {
 impl GradStore {
     /// Allocates leaves and accumulators.
     pub fn new(
-        plan: Arc<ShardPlan>, visits: &[VisitSpec], device: Arc<dyn Device>, comm: Comm, streams: Streams, options: GradOptions,
+        plan: Arc<ShardPlan>,
+        visits: &[VisitSpec],
+        device: Arc<dyn Device>,
+        comm: Comm,
+        streams: Streams,
+        options: GradOptions,
     ) -> Result<GradStore> {
         let mut uses = Vec::new();
         let mut of_visit = Vec::new();
@@ -145,7 +150,9 @@ impl GradStore {
                 let held = if sharded { s.shard } else { s.padded };
                 largest_shard = largest_shard.max(held);
                 let buffers = (0..depth)
-                    .map(|d| Ok(device.alloc(&format!("gradient {} {d}", visit.name), held * 4, place, Category::Gradients)?.all(DType::F32)?))
+                    .map(|d| {
+                        Ok(device.alloc(&format!("gradient {} {d}", visit.name), held * 4, place, Category::Gradients)?.all(DType::F32)?)
+                    })
                     .collect::<Result<Vec<_>>>()?;
                 own.push(uses.len());
                 uses.push(Use { segment, acc: Fold::new(buffers), done: device.event()?, root: None });
@@ -158,7 +165,9 @@ impl GradStore {
         let sets = (0..sets)
             .map(|i| {
                 let buffers = (0..depth)
-                    .map(|d| Ok(device.alloc(&format!("leaf {i}.{d}"), largest * 4, Place::Device, Category::Gradients)?.all(DType::F32)?))
+                    .map(|d| {
+                        Ok(device.alloc(&format!("leaf {i}.{d}"), largest * 4, Place::Device, Category::Gradients)?.all(DType::F32)?)
+                    })
                     .collect::<Result<Vec<_>>>()?;
                 Ok(LeafSet { fold: Fold::new(buffers), reduced: device.event()? })
             })
@@ -241,7 +250,9 @@ impl GradStore {
 
     /// The micro-batch's operations are enqueued: fold its leaf.
     pub fn fold(&mut self, visit: usize) -> Result<()> {
-        if self.options.deterministic && let Some(leaf) = self.leaf.take() {
+        if self.options.deterministic
+            && let Some(leaf) = self.leaf.take()
+        {
             let elems = self.visit_elems(visit);
             let add = self.adder(&self.streams.compute);
             self.sets[self.turn].fold.push(leaf, elems, &add)?;

@@ -51,7 +51,15 @@ pub struct Optimizer {
 
 impl Optimizer {
     /// Allocates the state. `offload` puts it on the host.
-    pub fn new(plan: Arc<ShardPlan>, store: &ParamStore, device: Arc<dyn Device>, comm: Comm, streams: Streams, stage: u8, offload: bool) -> Result<Optimizer> {
+    pub fn new(
+        plan: Arc<ShardPlan>,
+        store: &ParamStore,
+        device: Arc<dyn Device>,
+        comm: Comm,
+        streams: Streams,
+        stage: u8,
+        offload: bool,
+    ) -> Result<Optimizer> {
         let sharded = Placement::of(stage).state == Holds::Shard;
         let place = if offload { Place::Pinned } else { Place::Device };
         let mut parts = Vec::new();
@@ -75,10 +83,16 @@ impl Optimizer {
         let count = parts.len().max(1) * SUM_SQUARES_NODES;
         let ranks = if sharded { plan.ranks } else { 1 };
         let nodes = small("norm nodes", count * 4)?.view_mut(DType::F32, 0, count)?;
-        let all_nodes = if ranks > 1 { small("norm nodes of all", ranks * count * 4)?.view_mut(DType::F32, 0, ranks * count)? } else { nodes.clone() };
-        let workspace = small("norm workspace", device.ops().workspace_bytes(OpShape::SumSquares { elems: largest_chunks }))?.all(DType::U8)?;
+        let all_nodes =
+            if ranks > 1 { small("norm nodes of all", ranks * count * 4)?.view_mut(DType::F32, 0, ranks * count)? } else { nodes.clone() };
+        let workspace =
+            small("norm workspace", device.ops().workspace_bytes(OpShape::SumSquares { elems: largest_chunks }))?.all(DType::U8)?;
         let norm = small("norm", 64)?.view_mut(DType::F32, 0, 2)?;
-        let staging = if largest_staging > 0 { Some(device.alloc("new weights", largest_staging, Place::Pinned, Category::State)?.all(DType::U8)?) } else { None };
+        let staging = if largest_staging > 0 {
+            Some(device.alloc("new weights", largest_staging, Place::Pinned, Category::State)?.all(DType::U8)?)
+        } else {
+            None
+        };
         let (event, gathered) = (device.event()?, device.event()?);
         Ok(Optimizer { plan, device, comm, streams, stage, parts, nodes, all_nodes, workspace, norm, staging, event, gathered })
     }

@@ -36,7 +36,12 @@ pub struct Streams {
 impl Streams {
     /// Makes the four queues of `device`.
     pub fn new(device: &dyn Device) -> Result<Streams> {
-        Ok(Streams { compute: device.stream("compute")?, comm: device.stream("comm")?, copy: device.stream("copy")?, update: device.stream("update")? })
+        Ok(Streams {
+            compute: device.stream("compute")?,
+            comm: device.stream("comm")?,
+            copy: device.stream("copy")?,
+            update: device.stream("update")?,
+        })
     }
 }
 
@@ -145,7 +150,14 @@ impl ParamStore {
                 }
                 None => Home::Shard(device.alloc(&name, s.shard_bytes(), place, s.category)?.all(s.dtype)?),
             };
-            segments.push(SegmentState { home, version: 0, updated: device.event()?, met: None, ready: device.event()?, class: Vec::new() });
+            segments.push(SegmentState {
+                home,
+                version: 0,
+                updated: device.event()?,
+                met: None,
+                ready: device.event()?,
+                class: Vec::new(),
+            });
         }
         let mut store = ParamStore { plan, device, comm, streams, options, segments, slots: Vec::new(), tick: 0, gathers: 0 };
         store.make_slots()?;
@@ -347,7 +359,10 @@ impl ParamStore {
         let key = (i, state.version);
         if let Some(&hit) = state.class.iter().find(|&&s| self.slots[s].holds == Some(key)) {
             if self.slots[hit].poisoned.load(Ordering::Relaxed) {
-                return Err(Error::Model(format!("slot of {} was dropped without finish()", self.plan.units[self.plan.segments[i].unit].name)));
+                return Err(Error::Model(format!(
+                    "slot of {} was dropped without finish()",
+                    self.plan.units[self.plan.segments[i].unit].name
+                )));
             }
             // A prefetched or found slot is the most recent: the next fill takes another.
             self.tick += 1;

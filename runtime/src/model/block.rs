@@ -223,7 +223,17 @@ impl Block {
         ops.rope(&acts[act::Q], &cx.tables[0], &batch.positions, at.heads, at.head_dim, s)?;
         ops.rope(&acts[act::K], &cx.tables[0], &batch.positions, at.kv_heads, at.head_dim, s)?;
         ops.attention(
-            &acts[act::O], &acts[act::LSE], &acts[act::Q], &acts[act::K], &acts[act::V], &batch.cu_seqlens, batch.documents, n, *at, &cx.workspace, s,
+            &acts[act::O],
+            &acts[act::LSE],
+            &acts[act::Q],
+            &acts[act::K],
+            &acts[act::V],
+            &batch.cu_seqlens,
+            batch.documents,
+            n,
+            *at,
+            &cx.workspace,
+            s,
         )?;
         let x1 = &acts[act::X1];
         s.copy(x1, x)?;
@@ -245,7 +255,15 @@ impl Block {
     /// Turns `d`, the gradient of the block's output, into that of its input (when `want_dx`).
     #[allow(clippy::too_many_arguments)]
     pub fn backward(
-        &self, cx: &Cx, w: &Params, grads: &Grads, d: &ViewMut, want_dx: bool, x: &View, acts: &[ViewMut], batch: &Batch,
+        &self,
+        cx: &Cx,
+        w: &Params,
+        grads: &Grads,
+        d: &ViewMut,
+        want_dx: bool,
+        x: &View,
+        acts: &[ViewMut],
+        batch: &Batch,
     ) -> Result<()> {
         let (ops, s, ws) = (cx.ops, cx.stream, &cx.workspace);
         let (c, at) = (self.hidden, &self.attention);
@@ -264,7 +282,16 @@ impl Block {
         self.linear_backward(cx, w, grads, &self.up, Some((dn, Write::Add)), dup, n2, n)?;
         self.lora_backward(cx, w, grads, &[(&self.gate, dgate), (&self.up, dup)], Some(dn), n2, acts, batch)?;
         ops.rmsnorm_backward(
-            Some((d, Write::Add)), grads.get(0, self.norm2), dn, &acts[act::X1], &acts[act::RSTD2], w.get(0, self.norm2)?, n, c, ws, s,
+            Some((d, Write::Add)),
+            grads.get(0, self.norm2),
+            dn,
+            &acts[act::X1],
+            &acts[act::RSTD2],
+            w.get(0, self.norm2)?,
+            n,
+            c,
+            ws,
+            s,
         )?;
 
         // Attention half: d is the gradient of x1.
@@ -272,8 +299,21 @@ impl Block {
         self.linear_backward(cx, w, grads, &self.o, Some((d_o, Write::Set)), d, &acts[act::O], n)?;
         self.lora_backward(cx, w, grads, &[(&self.o, d)], Some(d_o), &acts[act::O], acts, batch)?;
         ops.attention_backward(
-            dq, dk, dv, d_o, &acts[act::Q], &acts[act::K], &acts[act::V], &acts[act::O], &acts[act::LSE], &batch.cu_seqlens, batch.documents, n,
-            *at, ws, s,
+            dq,
+            dk,
+            dv,
+            d_o,
+            &acts[act::Q],
+            &acts[act::K],
+            &acts[act::V],
+            &acts[act::O],
+            &acts[act::LSE],
+            &batch.cu_seqlens,
+            batch.documents,
+            n,
+            *at,
+            ws,
+            s,
         )?;
         ops.rope_backward(dq, &cx.tables[0], &batch.positions, at.heads, at.head_dim, s)?;
         ops.rope_backward(dk, &cx.tables[0], &batch.positions, at.kv_heads, at.head_dim, s)?;
@@ -310,7 +350,15 @@ impl Block {
 
     #[allow(clippy::too_many_arguments)]
     fn linear_backward(
-        &self, cx: &Cx, w: &Params, grads: &Grads, l: &Linear, dx: Option<(&ViewMut, Write)>, dy: &View, x: &View, n: usize,
+        &self,
+        cx: &Cx,
+        w: &Params,
+        grads: &Grads,
+        l: &Linear,
+        dx: Option<(&ViewMut, Write)>,
+        dy: &View,
+        x: &View,
+        n: usize,
     ) -> Result<()> {
         let (dw, db) = (grads.get(0, l.weight), l.bias.and_then(|b| grads.get(0, b)));
         if dx.is_none() && dw.is_none() && db.is_none() {
@@ -347,7 +395,15 @@ impl Block {
 
     #[allow(clippy::too_many_arguments)]
     fn lora_backward(
-        &self, cx: &Cx, w: &Params, grads: &Grads, layers: &[(&Linear, &ViewMut)], dx: Option<&ViewMut>, x: &View, acts: &[ViewMut], batch: &Batch,
+        &self,
+        cx: &Cx,
+        w: &Params,
+        grads: &Grads,
+        layers: &[(&Linear, &ViewMut)],
+        dx: Option<&ViewMut>,
+        x: &View,
+        acts: &[ViewMut],
+        batch: &Batch,
     ) -> Result<()> {
         let mut adapters = Vec::with_capacity(layers.len());
         for (l, dy) in layers {

@@ -192,7 +192,16 @@ impl Model for Decoder {
         vec![rope_table(&self.arch, self.seq_len)]
     }
 
-    fn forward(&self, cx: &Cx, visit: usize, w: &Params, y: Option<&ViewMut>, x: Option<&View>, acts: &[ViewMut], batch: &Batch) -> Result<()> {
+    fn forward(
+        &self,
+        cx: &Cx,
+        visit: usize,
+        w: &Params,
+        y: Option<&ViewMut>,
+        x: Option<&View>,
+        acts: &[ViewMut],
+        batch: &Batch,
+    ) -> Result<()> {
         let (n, c, v) = (batch.ids.elems(), self.arch.hidden, self.arch.vocab);
         match (visit.checked_sub(1).map(|b| self.blocks.get(b)), x, y) {
             (None, None, Some(y)) => cx.ops.embedding(y, w.get(0, 0)?, &batch.ids, c, cx.stream)?,
@@ -211,7 +220,15 @@ impl Model for Decoder {
     }
 
     fn backward(
-        &self, cx: &Cx, visit: usize, w: &Params, grads: &Grads, dx: Option<&ViewMut>, dy: Option<&ViewMut>, x: Option<&View>, acts: &[ViewMut],
+        &self,
+        cx: &Cx,
+        visit: usize,
+        w: &Params,
+        grads: &Grads,
+        dx: Option<&ViewMut>,
+        dy: Option<&ViewMut>,
+        x: Option<&View>,
+        acts: &[ViewMut],
         batch: &Batch,
     ) -> Result<()> {
         let (n, c, v) = (batch.ids.elems(), self.arch.hidden, self.arch.vocab);
@@ -229,7 +246,18 @@ impl Model for Decoder {
                 let want = dx.is_some() || dnorm.is_some();
                 let (dw, scale) = (grads.get(self.head.0, self.head.1), batch.grad_scale);
                 cx.ops.linear_cross_entropy(
-                    &batch.loss, want.then_some(dn), dw, &acts[0], &head, &batch.labels, scale, n, c, v, &cx.workspace, cx.stream,
+                    &batch.loss,
+                    want.then_some(dn),
+                    dw,
+                    &acts[0],
+                    &head,
+                    &batch.labels,
+                    scale,
+                    n,
+                    c,
+                    v,
+                    &cx.workspace,
+                    cx.stream,
                 )?;
                 if want {
                     let dx = dx.map(|d| (d, Write::Set));

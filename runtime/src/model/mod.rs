@@ -154,12 +154,29 @@ pub trait Model: Send + Sync {
         Vec::new()
     }
     /// Enqueues the forward of `visit`: `x` is its input (`None` for the first), `y` its output (`None` for the last).
-    fn forward(&self, cx: &Cx, visit: usize, w: &Params, y: Option<&ViewMut>, x: Option<&View>, acts: &[ViewMut], batch: &Batch) -> Result<()>;
+    fn forward(
+        &self,
+        cx: &Cx,
+        visit: usize,
+        w: &Params,
+        y: Option<&ViewMut>,
+        x: Option<&View>,
+        acts: &[ViewMut],
+        batch: &Batch,
+    ) -> Result<()>;
     /// Enqueues the backward of `visit`. `dy` is the gradient of its output (`None` for the last), `dx` receives that of its
     /// input (`None` when nothing before it is trained); the same memory where `in_place`. Activations may be overwritten.
     #[allow(clippy::too_many_arguments)]
     fn backward(
-        &self, cx: &Cx, visit: usize, w: &Params, grads: &Grads, dx: Option<&ViewMut>, dy: Option<&ViewMut>, x: Option<&View>, acts: &[ViewMut],
+        &self,
+        cx: &Cx,
+        visit: usize,
+        w: &Params,
+        grads: &Grads,
+        dx: Option<&ViewMut>,
+        dy: Option<&ViewMut>,
+        x: Option<&View>,
+        acts: &[ViewMut],
         batch: &Batch,
     ) -> Result<()>;
 }
