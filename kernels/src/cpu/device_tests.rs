@@ -265,6 +265,30 @@ fn a_task_may_hold_enqueue_on_and_outlive_its_own_stream() {
 }
 
 #[test]
+fn a_task_may_drop_a_stream_that_waits_for_it() {
+    let d = device(Mode::Threaded);
+    let (a, b, e) = (d.stream("a").unwrap(), d.stream("b").unwrap(), d.event().unwrap());
+    let gate = held(&a);
+    let last = b.clone();
+    a.host(task("drops b", move || {
+        drop(last);
+        Ok(())
+    }))
+    .unwrap();
+    a.record(&e).unwrap();
+    b.wait(&e).unwrap();
+    let (done, result) = channel();
+    b.host(task("done", move || {
+        done.send(()).unwrap();
+        Ok(())
+    }))
+    .unwrap();
+    drop(b);
+    drop(gate);
+    assert_eq!(result.recv_timeout(LONG), Ok(()));
+}
+
+#[test]
 fn memory_is_freed_after_the_last_task_that_holds_it() {
     let d = device(Mode::Threaded);
     let s = d.stream("s").unwrap();

@@ -13,6 +13,7 @@ use crate::device::HostSource;
 use crate::{DType, Error, Event, HostTask, Readback, Result, Stream, View, ViewMut, checks};
 use half::bf16;
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -59,6 +60,11 @@ struct Shared {
     failed: AtomicBool,
     error: Mutex<Option<Error>>,
     chaos_state: AtomicU64,
+}
+
+thread_local! {
+    /// True in the threads of streams.
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A stream of the CPU device. Dropping it runs what is queued first.
@@ -108,11 +114,13 @@ impl Drop for CpuStream {
         if let Some(worker) = self.worker.take() {
             lock(&self.shared.queue).closed = true;
             self.shared.wake.notify_all();
-            // A task may hold the last handle to its own stream; its thread ends by itself once the queue is empty.
-            if worker.thread().id() != std::thread::current().id() {
-                // The worker catches all panics of tasks.
-                let _ = worker.join();
+            // A task may hold the last handle to its own stream, or to one that waits for an event behind the task: its
+            // thread must not wait here. The stream then ends by itself once its queue is empty.
+            if IS_WORKER.get() {
+                return;
             }
+            // The worker catches all panics of tasks.
+            let _ = worker.join();
         }
         if let Some(tracker) = &self.shared.setup.tracker {
             tracker.ended(self.shared.id);
@@ -171,6 +179,7 @@ impl Shared {
     }
 
     fn work(&self) {
+        IS_WORKER.set(true);
         loop {
             spin(|| self.queued.load(Ordering::Acquire) > 0);
             let mut queue = lock(&self.queue);
