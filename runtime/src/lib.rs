@@ -13,3 +13,5 @@ pub mod store;
 pub use error::{Error, Result};
 pub mod data;
 pub mod hf;
+pub mod progress;
+pub mod rank;

@@ -1,7 +1,20 @@
 //! The configuration: one TOML file, one struct. Section names follow torchtitan's last TOML schema, keys in `[zero]`
 //! follow DeepSpeed, keys in `[lora]` follow PEFT.
 //!
-//! `schema` (this file) declares every key with its unit, effect and default. Unknown keys are errors.
+//! This file declares every key with its unit, effect and default. Unknown keys are errors. `load` reads a file and `--set`
+//! overrides, `validate` finds what contradicts, `batch` does the arithmetic that needs the number of ranks.
+
+mod batch;
+mod foreign;
+mod load;
+mod paths;
+mod problem;
+mod schema;
+mod source;
+mod validate;
+
+pub use batch::Resolved;
+pub use problem::{ConfigErrors, Place, Problem};
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

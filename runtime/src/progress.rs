@@ -1,0 +1,62 @@
+//! What a running job tells those who watch it: one small record a step, published in the rendezvous store.
+//!
+//! The trainer's rank 0 writes it under [`PROGRESS_KEY`]; the launcher reads it for its live line. The same record is a line of
+//! `metrics.jsonl`, so a watcher and a later reader see the same names.
+
+use serde::{Deserialize, Serialize};
+
+/// Store key under which rank 0 publishes the latest [`StepReport`] as JSON.
+pub const PROGRESS_KEY: &str = "progress";
+/// Store key that asks the trainer to save and end after the current step; any value.
+pub const STOP_KEY: &str = "stop";
+/// Exit code of a rank that failed only because another one did.
+pub const VICTIM_EXIT_CODE: i32 = 75;
+
+/// Store key under which `rank` reports why it failed, as a JSON [`ErrorReport`].
+pub fn error_key(rank: usize) -> String {
+    format!("error/{rank}")
+}
+
+/// One finished step.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+pub struct StepReport {
+    /// Steps done, from 1.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Mean loss per trained token of this step's batch, in nats.
+    pub loss: f64,
+    /// Gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Tokens of this step over all ranks, padding left out.
+    pub tokens: u64,
+    /// Those of them that are trained on.
+    pub trained_tokens: u64,
+    /// `tokens` per second of this step.
+    pub tokens_per_s: f64,
+    /// Share of the device's peak arithmetic rate, 0 to 1; 0 when the peak is unknown.
+    pub share_of_peak: f64,
+    /// Memory held by this rank, bytes.
+    pub memory_bytes: u64,
+    /// Steps skipped so far for a gradient that was not finite.
+    pub skipped: u64,
+    /// Seconds of this step.
+    pub secs: f64,
+    /// Loss on the held-out data, when it was evaluated after this step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_loss: Option<f64>,
+}
+
+/// Why a rank failed.
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq, Eq)]
+pub struct ErrorReport {
+    /// The rank that reports.
+    pub rank: usize,
+    /// The rank it blames, if not itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub culprit: Option<usize>,
+    /// The error, for people.
+    pub text: String,
+}

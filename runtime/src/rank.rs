@@ -1,0 +1,175 @@
+//! Who this process is in a job: the variables that torchrun sets, plus the file with the job's secret.
+//!
+//! These are the only environment variables that configure the product. They are read once, here, and passed on as a value.
+
+use std::path::PathBuf;
+
+/// A rank's place in its job.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RankEnv {
+    /// This rank, from 0.
+    pub rank: usize,
+    /// Ranks of the job.
+    pub world_size: usize,
+    /// This rank among those of its host, from 0.
+    pub local_rank: usize,
+    /// Ranks of this host.
+    pub local_world_size: usize,
+    /// Host of the rendezvous store.
+    pub master_addr: String,
+    /// Port of the rendezvous store.
+    pub master_port: u16,
+    /// The job's secret: all ranks have the same. Empty when nobody launched this process, or another launcher did.
+    pub job: Vec<u8>,
+}
+
+/// The secret is not printed.
+impl std::fmt::Debug for RankEnv {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {} at {}:{}", self.rank, self.world_size, self.master_addr, self.master_port)
+    }
+}
+
+/// What is wrong with the rank variables.
+#[derive(Clone, Debug, thiserror::Error, PartialEq)]
+pub enum RankEnvError {
+    /// Some are set and some are not.
+    #[error(
+        "{missing} is not set, though {present} is: a launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together; start with `zlaunch -n ...`"
+    )]
+    Missing {
+        /// The variable that is missing.
+        missing: &'static str,
+        /// One that is set.
+        present: &'static str,
+    },
+    /// Not a number, or out of range.
+    #[error("{name}={value}: {what}")]
+    Value {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong.
+        what: String,
+    },
+    /// The file with the secret is not usable.
+    #[error("ZLAUNCH_JOB={path}: {what}")]
+    Job {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+impl RankEnv {
+    /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ZLAUNCH_JOB. `None` when no launcher
+    /// started this process (RANK and WORLD_SIZE are not set).
+    pub fn read() -> Result<Option<RankEnv>, RankEnvError> {
+        RankEnv::read_from(|name| std::env::var(name).ok())
+    }
+
+    /// A job of this one process, without a launcher.
+    pub fn single() -> RankEnv {
+        RankEnv {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+            master_addr: "127.0.0.1".into(),
+            master_port: 0,
+            job: Vec::new(),
+        }
+    }
+
+    /// The same from any source of variables, for tests and embedders.
+    pub fn read_from(get: impl Fn(&str) -> Option<String>) -> Result<Option<RankEnv>, RankEnvError> {
+        let present = match (get("RANK").is_some(), get("WORLD_SIZE").is_some()) {
+            (false, false) => return Ok(None),
+            (true, _) => "RANK",
+            (false, true) => "WORLD_SIZE",
+        };
+        let text = |name: &'static str| get(name).ok_or(RankEnvError::Missing { missing: name, present });
+        let wrong = |name: &'static str, value: &str, what: String| RankEnvError::Value { name, value: value.into(), what };
+        let count = |name: &'static str, value: String| -> Result<usize, RankEnvError> {
+            value.trim().parse().map_err(|e| wrong(name, &value, format!("not a count: {e}")))
+        };
+        let rank = count("RANK", text("RANK")?)?;
+        let world_size = count("WORLD_SIZE", text("WORLD_SIZE")?)?;
+        let local_rank = count("LOCAL_RANK", text("LOCAL_RANK")?)?;
+        let local_world_size = match get("LOCAL_WORLD_SIZE") {
+            Some(value) => count("LOCAL_WORLD_SIZE", value)?,
+            None => world_size,
+        };
+        if rank >= world_size {
+            return Err(wrong("RANK", &rank.to_string(), format!("expected below WORLD_SIZE={world_size}")));
+        }
+        if local_rank >= local_world_size {
+            return Err(wrong("LOCAL_RANK", &local_rank.to_string(), format!("expected below LOCAL_WORLD_SIZE={local_world_size}")));
+        }
+        if local_world_size > world_size {
+            return Err(wrong("LOCAL_WORLD_SIZE", &local_world_size.to_string(), format!("more than WORLD_SIZE={world_size}")));
+        }
+        let port = text("MASTER_PORT")?;
+        let master_port = port.trim().parse().map_err(|e| wrong("MASTER_PORT", &port, format!("not a port: {e}")))?;
+        let job = get("ZLAUNCH_JOB").map_or(Ok(Vec::new()), |path| read_secret(path.into()))?;
+        Ok(Some(RankEnv { rank, world_size, local_rank, local_world_size, master_addr: text("MASTER_ADDR")?, master_port, job }))
+    }
+}
+
+/// A secret that others can read is none, so that is refused.
+fn read_secret(path: PathBuf) -> Result<Vec<u8>, RankEnvError> {
+    use std::os::unix::fs::PermissionsExt;
+    let fail = |what: String| RankEnvError::Job { path: path.display().to_string(), what };
+    let mode = std::fs::metadata(&path).map_err(|e| fail(e.to_string()))?.permissions().mode();
+    if mode & 0o077 != 0 {
+        return Err(fail(format!("mode {:o} lets others read the job's secret, expected 600", mode & 0o777)));
+    }
+    let secret = std::fs::read(&path).map_err(|e| fail(e.to_string()))?;
+    if secret.is_empty() { Err(fail("the file is empty".into())) } else { Ok(secret) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&str, &str)]) -> Result<Option<RankEnv>, RankEnvError> {
+        RankEnv::read_from(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()))
+    }
+
+    const GOOD: [(&str, &str); 5] =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+
+    #[test]
+    fn torchrun_variables_are_enough() {
+        let env = read(&GOOD).unwrap().unwrap();
+        assert_eq!((env.rank, env.world_size, env.local_world_size, env.master_port), (1, 2, 2, 29500));
+        assert_eq!(read(&[]).unwrap(), None);
+    }
+
+    #[test]
+    fn wrong_variables_are_named() {
+        let text = read(&GOOD[..4]).unwrap_err().to_string();
+        assert!(text.starts_with("MASTER_PORT is not set, though RANK is"), "{text}");
+        let mut bad = GOOD;
+        bad[0].1 = "2";
+        assert_eq!(read(&bad).unwrap_err().to_string(), "RANK=2: expected below WORLD_SIZE=2");
+        bad[0].1 = "x";
+        assert!(read(&bad).unwrap_err().to_string().starts_with("RANK=x: not a count"));
+    }
+
+    #[test]
+    fn a_secret_must_be_private() {
+        use std::os::unix::fs::PermissionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), b"s").unwrap();
+        let path = file.path().to_str().unwrap().to_owned();
+        let mut pairs = GOOD.to_vec();
+        pairs.push(("ZLAUNCH_JOB", &path));
+        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(read(&pairs).unwrap().unwrap().job, b"s");
+        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(read(&pairs).unwrap_err().to_string().contains("lets others read"));
+    }
+}
