@@ -2,10 +2,11 @@
 //!
 //! These are the only environment variables that configure the product. They are read once, here, and passed on as a value.
 
-use std::path::PathBuf;
+use std::path::Path;
+use zrt_collectives::store::Secret;
 
 /// A rank's place in its job.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankEnv {
     /// This rank, from 0.
     pub rank: usize,
@@ -19,15 +20,8 @@ pub struct RankEnv {
     pub master_addr: String,
     /// Port of the rendezvous store.
     pub master_port: u16,
-    /// The job's secret: all ranks have the same. Empty when nobody launched this process, or another launcher did.
-    pub job: Vec<u8>,
-}
-
-/// The secret is not printed.
-impl std::fmt::Debug for RankEnv {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "rank {} of {} at {}:{}", self.rank, self.world_size, self.master_addr, self.master_port)
-    }
+    /// The job's secret, the same on all ranks. `None` when nobody launched this process, or another launcher did.
+    pub job: Option<Secret>,
 }
 
 /// What is wrong with the rank variables.
@@ -54,13 +48,8 @@ pub enum RankEnvError {
         what: String,
     },
     /// The file with the secret is not usable.
-    #[error("ZLAUNCH_JOB={path}: {what}")]
-    Job {
-        /// The file.
-        path: String,
-        /// What is wrong.
-        what: String,
-    },
+    #[error("ZLAUNCH_JOB: {0}")]
+    Job(zrt_collectives::Error),
 }
 
 impl RankEnv {
@@ -72,15 +61,7 @@ impl RankEnv {
 
     /// A job of this one process, without a launcher.
     pub fn single() -> RankEnv {
-        RankEnv {
-            rank: 0,
-            world_size: 1,
-            local_rank: 0,
-            local_world_size: 1,
-            master_addr: "127.0.0.1".into(),
-            master_port: 0,
-            job: Vec::new(),
-        }
+        RankEnv { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, master_addr: "127.0.0.1".into(), master_port: 0, job: None }
     }
 
     /// The same from any source of variables, for tests and embedders.
@@ -113,21 +94,9 @@ impl RankEnv {
         }
         let port = text("MASTER_PORT")?;
         let master_port = port.trim().parse().map_err(|e| wrong("MASTER_PORT", &port, format!("not a port: {e}")))?;
-        let job = get("ZLAUNCH_JOB").map_or(Ok(Vec::new()), |path| read_secret(path.into()))?;
+        let job = get("ZLAUNCH_JOB").map(|path| Secret::read(Path::new(&path))).transpose().map_err(RankEnvError::Job)?;
         Ok(Some(RankEnv { rank, world_size, local_rank, local_world_size, master_addr: text("MASTER_ADDR")?, master_port, job }))
     }
-}
-
-/// A secret that others can read is none, so that is refused.
-fn read_secret(path: PathBuf) -> Result<Vec<u8>, RankEnvError> {
-    use std::os::unix::fs::PermissionsExt;
-    let fail = |what: String| RankEnvError::Job { path: path.display().to_string(), what };
-    let mode = std::fs::metadata(&path).map_err(|e| fail(e.to_string()))?.permissions().mode();
-    if mode & 0o077 != 0 {
-        return Err(fail(format!("mode {:o} lets others read the job's secret, expected 600", mode & 0o777)));
-    }
-    let secret = std::fs::read(&path).map_err(|e| fail(e.to_string()))?;
-    if secret.is_empty() { Err(fail("the file is empty".into())) } else { Ok(secret) }
 }
 
 #[cfg(test)]
@@ -160,16 +129,14 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_must_be_private() {
-        use std::os::unix::fs::PermissionsExt;
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), b"s").unwrap();
-        let path = file.path().to_str().unwrap().to_owned();
+    fn the_secret_comes_from_the_named_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("job");
+        let secret = Secret::create(&path).unwrap();
         let mut pairs = GOOD.to_vec();
-        pairs.push(("ZLAUNCH_JOB", &path));
-        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
-        assert_eq!(read(&pairs).unwrap().unwrap().job, b"s");
-        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(read(&pairs).unwrap_err().to_string().contains("lets others read"));
+        pairs.push(("ZLAUNCH_JOB", path.to_str().unwrap()));
+        assert_eq!(read(&pairs).unwrap().unwrap().job, Some(secret));
+        std::fs::remove_file(&path).unwrap();
+        assert!(read(&pairs).unwrap_err().to_string().starts_with("ZLAUNCH_JOB: "));
     }
 }
