@@ -24,7 +24,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The system refused a file operation.
-    #[error("cannot {action} {}: {source}{}", path.display(), hint(source))]
+    #[error("cannot {action} {}: {source}{}", path.display(), crate::durable::hint(source))]
     Io {
         /// `"read"`, `"write"`, `"rename"`, ...
         action: &'static str,
@@ -125,6 +125,14 @@ pub enum Error {
         /// Of how many.
         elems: usize,
     },
+    /// The producer of a tensor to write failed.
+    #[error("tensor '{name}': {source}")]
+    Produce {
+        /// The tensor.
+        name: String,
+        /// The producer's reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The model is neither a directory nor in the local cache.
     #[error("model '{id}': {what}")]
     NotFound {
@@ -135,19 +143,15 @@ pub enum Error {
     },
 }
 
-/// Advice for the system errors that users can act on.
-pub(crate) fn hint(e: &std::io::Error) -> &'static str {
-    use std::io::ErrorKind::*;
-    match e.kind() {
-        StorageFull | QuotaExceeded => "; free some space or choose another folder",
-        ReadOnlyFilesystem | PermissionDenied => "; the folder is not writable or readable for this user",
-        _ => "",
-    }
-}
-
 impl Error {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error {
         let path = path.to_path_buf();
         move |source| Error::Io { action, path, source }
+    }
+}
+
+impl From<crate::durable::Error> for Error {
+    fn from(e: crate::durable::Error) -> Error {
+        Error::Io { action: e.action, path: e.path, source: e.source }
     }
 }

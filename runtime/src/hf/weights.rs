@@ -144,6 +144,22 @@ impl Weights {
         Ok(())
     }
 
+    /// Reads elements `start..` of a tensor as they are stored, of whatever type.
+    ///
+    /// # Errors
+    /// No such tensor, a range outside it, or a read that fails.
+    pub fn read_stored(&self, name: &str, start: usize, dst: &mut [u8]) -> Result<()> {
+        let info = self.tensor(name)?;
+        let width = info.dtype.bytes();
+        if width == 0 || dst.len() % width != 0 || start.checked_add(dst.len() / width).is_none_or(|end| end > info.elems()) {
+            let what = format!("elements {start}.. in {} bytes, of shape {:?} of {}", dst.len(), info.shape, info.dtype);
+            return Err(Error::Range { name: name.into(), what });
+        }
+        let (path, file) = &self.files[info.file];
+        self.bytes_read.fetch_add(dst.len() as u64, Ordering::Relaxed);
+        file.read_exact_at(dst, info.offset + (start * width) as u64).map_err(Error::io("read", path))
+    }
+
     /// Reads a whole tensor as f32.
     ///
     /// # Errors
