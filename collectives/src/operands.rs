@@ -137,7 +137,7 @@ impl Check {
     pub fn all_to_all(self, dst: &ViewMut, src: &View, tag: &str) -> Result<Call> {
         let op = Op::AllToAll;
         self.same_type(op, tag, dst, src)?;
-        if dst.elems() != src.elems() || dst.elems() % self.ranks != 0 {
+        if dst.elems() != src.elems() || !dst.elems().is_multiple_of(self.ranks) {
             let what =
                 format!("dst has {} elements, src {}; expected equal and divisible by {} ranks", dst.elems(), src.elems(), self.ranks);
             return self.fail(op, tag, what);

@@ -62,7 +62,7 @@ pub(super) fn processes(store: &dyn Store, rank: usize, ranks: usize, options: L
         (Shared::open(pid as u32, fd as u32, ranks, &options)?, None)
     };
     let page = shared.page(rank);
-    if page.joined.swap(2, AcqRel) != 0 {
+    if page.joined.compare_exchange(0, 2, AcqRel, Acquire).is_err() {
         return fail(format!("rank {rank} joined group '{}' twice; is RANK the same for two processes?", options.name));
     }
     sit_down(page);

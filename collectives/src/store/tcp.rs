@@ -389,6 +389,7 @@ impl TcpStore {
         self.idle.lock().unwrap_or_else(|e| e.into_inner()).push(link);
     }
 
+    /// A new connection. Tries again while nobody listens or the server is busy; a wrong secret is final.
     fn dial(&self, deadline: Duration) -> Result<Link> {
         let until = Instant::now() + deadline;
         loop {
@@ -396,12 +397,14 @@ impl TcpStore {
             let error = match TcpStream::connect_timeout(&self.address, left) {
                 Ok(stream) => {
                     let _ = stream.set_nodelay(true);
-                    return Link::connect(stream, &self.secret, until).or_else(|e| match e {
-                        Error::Rendezvous(text) => fail(format!("store at {}: {text}", self.address)),
-                        other => Err(other),
-                    });
+                    match Link::connect(stream, &self.secret, until) {
+                        Ok(Some(link)) => return Ok(link),
+                        Ok(None) => "it closed the connection".to_string(),
+                        Err(Error::Rendezvous(text)) => return fail(format!("store at {}: {text}", self.address)),
+                        Err(other) => return Err(other),
+                    }
                 }
-                Err(error) => error,
+                Err(error) => error.to_string(),
             };
             if Instant::now() + Duration::from_millis(50) >= until {
                 let secs = deadline.as_secs_f64();

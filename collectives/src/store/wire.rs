@@ -130,12 +130,17 @@ impl Link {
         Ok(link)
     }
 
-    /// The client's side.
-    pub fn connect(mut stream: TcpStream, secret: &Secret, until: Instant) -> Result<Link> {
+    /// The client's side. `Ok(None)`: the server closed before its first word, since it has enough handshakes in hand.
+    pub fn connect(mut stream: TcpStream, secret: &Secret, until: Instant) -> Result<Option<Link>> {
         let client = random_bytes()?;
-        io("handshake", write_until(&mut stream, &[&MAGIC[..], &client].concat(), until))?;
         let mut reply = [0; 32 + TAG_BYTES];
-        expect("handshake", read_until(&mut stream, &mut reply, Some(until)))?;
+        let sent = write_until(&mut stream, &[&MAGIC[..], &client].concat(), until);
+        match sent.and_then(|()| read_until(&mut stream, &mut reply, Some(until))) {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => return Ok(None),
+            Err(e) => return fail(format!("handshake: {e}")),
+        }
         let (server, proof) = reply.split_at(32);
         if mac(secret.bytes(), b"server", &[&client, server]).verify_slice(proof).is_err() {
             return fail("handshake: the server does not know this job's secret; another job listens on this port".to_string());
@@ -144,7 +149,7 @@ impl Link {
         io("handshake", write_until(&mut stream, &answer, until))?;
         let mut link = Link::new(stream, secret, [&client, server], false);
         match link.receive(Some(until))? {
-            Some(text) if text == WELCOME => Ok(link),
+            Some(text) if text == WELCOME => Ok(Some(link)),
             _ => fail("handshake: the server did not welcome this client".to_string()),
         }
     }
