@@ -8,12 +8,17 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
 mod event;
 pub mod float;
 pub(crate) mod heap;
 mod info;
+pub mod linear;
+pub mod lora;
+pub mod loss;
+pub mod matmul;
 pub mod norm;
 pub mod norm_tree;
 pub mod operand;

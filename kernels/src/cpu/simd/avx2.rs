@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::Simd;
+use crate::cpu::float::Elem;
 use core::arch::x86_64::*;
 
 /// Proof of AVX2 and FMA.
@@ -20,6 +21,8 @@ impl Avx2 {
 impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
+    const TILE_ROWS: usize = 6;
+    const TILE_VECTORS: usize = 2;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -123,5 +126,45 @@ impl Simd for Avx2 {
             let c = _mm_max_ps(b, _mm_movehl_ps(b, b));
             _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps::<1>(c, c)))
         }
+    }
+    #[inline(always)]
+    unsafe fn transpose8<E: Elem>(self, src: *const E, stride: usize, dst: *mut f32, dst_stride: usize) {
+        // SAFETY: `self` proves AVX2 and FMA; both blocks are valid by contract.
+        unsafe {
+            let r0 = E::load(self, src);
+            let r1 = E::load(self, src.add(stride));
+            let r2 = E::load(self, src.add(2 * stride));
+            let r3 = E::load(self, src.add(3 * stride));
+            let r4 = E::load(self, src.add(4 * stride));
+            let r5 = E::load(self, src.add(5 * stride));
+            let r6 = E::load(self, src.add(6 * stride));
+            let r7 = E::load(self, src.add(7 * stride));
+            let (a0, a1) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
+            let (a2, a3) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
+            let (a4, a5) = (_mm256_unpacklo_ps(r4, r5), _mm256_unpackhi_ps(r4, r5));
+            let (a6, a7) = (_mm256_unpacklo_ps(r6, r7), _mm256_unpackhi_ps(r6, r7));
+            let (b0, b1) = (_mm256_shuffle_ps::<0x44>(a0, a2), _mm256_shuffle_ps::<0xee>(a0, a2));
+            let (b2, b3) = (_mm256_shuffle_ps::<0x44>(a1, a3), _mm256_shuffle_ps::<0xee>(a1, a3));
+            let (b4, b5) = (_mm256_shuffle_ps::<0x44>(a4, a6), _mm256_shuffle_ps::<0xee>(a4, a6));
+            let (b6, b7) = (_mm256_shuffle_ps::<0x44>(a5, a7), _mm256_shuffle_ps::<0xee>(a5, a7));
+            _mm256_storeu_ps(dst, _mm256_permute2f128_ps::<0x20>(b0, b4));
+            _mm256_storeu_ps(dst.add(dst_stride), _mm256_permute2f128_ps::<0x20>(b1, b5));
+            _mm256_storeu_ps(dst.add(2 * dst_stride), _mm256_permute2f128_ps::<0x20>(b2, b6));
+            _mm256_storeu_ps(dst.add(3 * dst_stride), _mm256_permute2f128_ps::<0x20>(b3, b7));
+            _mm256_storeu_ps(dst.add(4 * dst_stride), _mm256_permute2f128_ps::<0x31>(b0, b4));
+            _mm256_storeu_ps(dst.add(5 * dst_stride), _mm256_permute2f128_ps::<0x31>(b1, b5));
+            _mm256_storeu_ps(dst.add(6 * dst_stride), _mm256_permute2f128_ps::<0x31>(b2, b6));
+            _mm256_storeu_ps(dst.add(7 * dst_stride), _mm256_permute2f128_ps::<0x31>(b3, b7));
+        }
+    }
+    #[inline(always)]
+    fn pair_low(self, a: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(a))) }
+    }
+    #[inline(always)]
+    fn pair_high(self, a: __m256) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA.
+        unsafe { _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000u32 as i32))) }
     }
 }

@@ -4,11 +4,17 @@
 #![allow(unsafe_code)]
 
 use super::Simd;
+use super::avx2::Avx2;
+use crate::cpu::float::Elem;
 use core::arch::x86_64::*;
 
 /// Proof of AVX-512 F, BW, DQ, VL (and AVX2, FMA).
 #[derive(Clone, Copy, Debug)]
 pub struct Avx512(());
+
+/// Proof of the same and of AVX512-BF16: the same vectors, with a matmul instruction for pairs of bf16.
+#[derive(Clone, Copy, Debug)]
+pub struct Avx512Bf16(());
 
 impl Avx512 {
     /// # Safety
@@ -19,114 +25,154 @@ impl Avx512 {
     }
 }
 
-impl Simd for Avx512 {
-    type V = __m512;
-    const LANES: usize = 16;
-
+impl Avx512Bf16 {
+    /// # Safety
+    /// The processor has AVX-512 F, BW, DQ, VL and BF16.
     #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_set1_ps(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m512 {
-        // SAFETY: `self` proves AVX-512; `p` by contract.
-        unsafe { _mm512_loadu_ps(p) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, v: __m512) {
-        // SAFETY: `self` proves AVX-512; `p` by contract.
-        unsafe { _mm512_storeu_ps(p, v) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(self, p: *const u16) -> __m512 {
-        // SAFETY: `self` proves AVX-512; `p` by contract.
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))) }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut u16, v: __m512) {
-        // SAFETY: `self` proves AVX-512; `p` by contract.
-        unsafe {
-            let bits = _mm512_castps_si512(v);
-            let upper = _mm512_srli_epi32::<16>(bits);
-            let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
-            let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-            let out = _mm512_mask_blend_epi32(nan, rounded, quiet);
-            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out));
-        }
-    }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn sqrt(self, a: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_sqrt_ps(a) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
-    fn select_gt(self, a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x) }
-    }
-    #[inline(always)]
-    fn shl23(self, a: __m512) -> __m512 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(a))) }
-    }
-    #[inline(always)]
-    fn reduce_add(self, a: __m512) -> f32 {
-        let mut v = [0.0f32; 16];
-        // SAFETY: `self` proves AVX-512; sixteen lanes fit.
-        unsafe { _mm512_storeu_ps(v.as_mut_ptr(), a) };
-        // Halves are added until one lane is left, written out so that the order does not hang on a library's choice.
-        let mut half = 8;
-        while half > 0 {
-            let mut i = 0;
-            while i < half {
-                v[i] += v[i + half];
-                i += 1;
-            }
-            half /= 2;
-        }
-        v[0]
-    }
-    #[inline(always)]
-    fn reduce_max(self, a: __m512) -> f32 {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_reduce_max_ps(a) }
+    pub unsafe fn assume() -> Avx512Bf16 {
+        Avx512Bf16(())
     }
 }
+
+macro_rules! sixteen_lanes {
+    ($token:ident, { $($more:tt)* }) => {
+    impl Simd for $token {
+        type V = __m512;
+        const LANES: usize = 16;
+        const TILE_ROWS: usize = 8;
+        const TILE_VECTORS: usize = 3;
+
+        #[inline(always)]
+        fn splat(self, x: f32) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(self, p: *const f32) -> __m512 {
+            // SAFETY: `self` proves AVX-512; `p` by contract.
+            unsafe { _mm512_loadu_ps(p) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32, v: __m512) {
+            // SAFETY: `self` proves AVX-512; `p` by contract.
+            unsafe { _mm512_storeu_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(self, p: *const u16) -> __m512 {
+            // SAFETY: `self` proves AVX-512; `p` by contract.
+            unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))) }
+        }
+        #[inline(always)]
+        unsafe fn store_bf16(self, p: *mut u16, v: __m512) {
+            // SAFETY: `self` proves AVX-512; `p` by contract.
+            unsafe {
+                let bits = _mm512_castps_si512(v);
+                let upper = _mm512_srli_epi32::<16>(bits);
+                let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+                let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
+                let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+                let out = _mm512_mask_blend_epi32(nan, rounded, quiet);
+                _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out));
+            }
+        }
+        #[inline(always)]
+        fn add(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_add_ps(a, b) }
+        }
+        #[inline(always)]
+        fn sub(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        fn mul(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        fn div(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_div_ps(a, b) }
+        }
+        #[inline(always)]
+        fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        fn sqrt(self, a: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_sqrt_ps(a) }
+        }
+        #[inline(always)]
+        fn max(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        fn min(self, a: __m512, b: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_min_ps(a, b) }
+        }
+        #[inline(always)]
+        fn select_gt(self, a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x) }
+        }
+        #[inline(always)]
+        fn shl23(self, a: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(a))) }
+        }
+        #[inline(always)]
+        fn reduce_add(self, a: __m512) -> f32 {
+            let mut v = [0.0f32; 16];
+            // SAFETY: `self` proves AVX-512; sixteen lanes fit.
+            unsafe { _mm512_storeu_ps(v.as_mut_ptr(), a) };
+            // Halves are added until one lane is left, written out so that the order does not hang on a library's choice.
+            let mut half = 8;
+            while half > 0 {
+                let mut i = 0;
+                while i < half {
+                    v[i] += v[i + half];
+                    i += 1;
+                }
+                half /= 2;
+            }
+            v[0]
+        }
+        #[inline(always)]
+        fn reduce_max(self, a: __m512) -> f32 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_reduce_max_ps(a) }
+        }
+        #[inline(always)]
+        unsafe fn transpose8<E: Elem>(self, src: *const E, stride: usize, dst: *mut f32, dst_stride: usize) {
+            // SAFETY: AVX-512 comes with AVX2 and FMA; both blocks are valid by contract.
+            unsafe { Avx2::assume().transpose8(src, stride, dst, dst_stride) }
+        }
+        #[inline(always)]
+        fn pair_low(self, a: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(a))) }
+        }
+        #[inline(always)]
+        fn pair_high(self, a: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0xffff_0000u32 as i32))) }
+        }
+            $($more)*
+        }
+    };
+}
+
+sixteen_lanes!(Avx512, {});
+sixteen_lanes!(Avx512Bf16, {
+    #[inline(always)]
+    fn dot_pairs(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        // SAFETY: `self` proves AVX512-BF16; both types are 64 bytes of plain bits.
+        unsafe { _mm512_dpbf16_ps(acc, std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b)) }
+    }
+});

@@ -86,7 +86,8 @@ fn vector_check(isa: Isa) -> Result<(), String> {
         for (op, want) in want.into_iter().enumerate() {
             let got = f64::from(out[op][i]);
             // A few roundings of f32 on values up to 250; a wrong lane or operation is off by far more.
-            if !((got - want).abs() <= 1e-6 * want.abs() + 1e-4) {
+            let close = (got - want).abs() <= 1e-6 * want.abs() + 1e-4;
+            if !close {
                 return Err(format!("vector operation {op}, element {i}: {got} instead of {want}"));
             }
         }

@@ -14,6 +14,7 @@ pub mod avx512;
 mod check;
 pub mod portable;
 
+use crate::cpu::float::Elem;
 use std::sync::OnceLock;
 
 /// An instruction set that this processor has.
@@ -109,6 +110,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Values in a vector: 8 or 16.
     const LANES: usize;
+    /// Rows of a matmul tile: with [`Simd::TILE_VECTORS`] chosen so that the accumulators nearly fill the registers.
+    const TILE_ROWS: usize;
+    /// Vectors in a row of a matmul tile.
+    const TILE_VECTORS: usize;
 
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::V;
@@ -156,6 +161,23 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn reduce_add(self, a: Self::V) -> f32;
     /// Largest lane, of lanes without NaN.
     fn reduce_max(self, a: Self::V) -> f32;
+
+    /// Writes the transpose of an 8 x 8 block: `dst[k * dst_stride + j] = src[j * stride + k]`.
+    ///
+    /// # Safety
+    /// All 64 elements of both blocks are valid; no alignment is needed.
+    unsafe fn transpose8<E: Elem>(self, src: *const E, stride: usize, dst: *mut f32, dst_stride: usize);
+
+    /// Every lane holds the bits of two bf16: `acc + a.low * b.low + a.high * b.high`. A matmul instruction where there is one.
+    #[inline(always)]
+    fn dot_pairs(self, a: Self::V, b: Self::V, acc: Self::V) -> Self::V {
+        let acc = self.fma(self.pair_low(a), self.pair_low(b), acc);
+        self.fma(self.pair_high(a), self.pair_high(b), acc)
+    }
+    /// The lower of each lane's two bf16.
+    fn pair_low(self, a: Self::V) -> Self::V;
+    /// The upper of each lane's two bf16.
+    fn pair_high(self, a: Self::V) -> Self::V;
 
     /// `LANES` values from the front of `p`; panics when there are fewer.
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 use super::Simd;
-use crate::cpu::float::bf16_bits;
+use crate::cpu::float::{Elem, bf16_bits};
 
 /// Lanes in an array.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +25,8 @@ macro_rules! lanes {
 impl Simd for Portable {
     type V = [f32; N];
     const LANES: usize = N;
+    const TILE_ROWS: usize = 4;
+    const TILE_VECTORS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> [f32; N] {
@@ -116,5 +118,22 @@ impl Simd for Portable {
             i += 1;
         }
         m
+    }
+    #[inline(always)]
+    unsafe fn transpose8<E: Elem>(self, src: *const E, stride: usize, dst: *mut f32, dst_stride: usize) {
+        for k in 0..8 {
+            for j in 0..8 {
+                // SAFETY: both blocks are valid by contract.
+                unsafe { *dst.add(k * dst_stride + j) = src.add(j * stride + k).read_unaligned().to_f32() };
+            }
+        }
+    }
+    #[inline(always)]
+    fn pair_low(self, a: [f32; N]) -> [f32; N] {
+        lanes!(i => f32::from_bits(a[i].to_bits() << 16))
+    }
+    #[inline(always)]
+    fn pair_high(self, a: [f32; N]) -> [f32; N] {
+        lanes!(i => f32::from_bits(a[i].to_bits() & 0xffff_0000))
     }
 }

@@ -1,0 +1,234 @@
+//! Dense products of any layout: blocked, packed, summed in `f32`.
+//!
+//! `c [m,n] = alpha * a [m,k] b [k,n] + bias [n] (+ c)`. The result is cut into blocks that work items compute on their own: an
+//! item packs what it needs of A and B into its thread's scratch, sums tiles in registers over blocks of `k` (the partial sums of
+//! a block of the result stay in scratch), and rounds once at the end. Blocks of `k` depend on `k` alone and every element is one
+//! chain of multiply-adds per block, so the bits do not depend on how many items or threads there are. After Goto and van de
+//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS.
+#![allow(unsafe_code)]
+
+mod pack;
+mod tile;
+
+use super::float::{Elem, Float, FloatMut, Shared};
+use super::pool::{Pool, SCRATCH_ELEMS};
+use super::simd::{Isa, Level, Simd, simd_fn};
+use crate::Write;
+use std::ops::Range;
+use tile::{Finish, Packing, Pairs, Singles};
+
+/// Values of `k` per block: a tile's panels of A and B lie in the first-level cache.
+const BLOCK_K: usize = 384;
+/// Rows of A packed at once: they lie in the second-level cache.
+const BLOCK_M: usize = 144;
+/// Largest block of the result: a multiple of every tile height (4, 6, 8).
+const ITEM_M: usize = 504;
+/// Largest block of the result: rounded down to whole panels.
+const ITEM_N: usize = 512;
+
+const PACKED_A: usize = 56_320;
+const PACKED_B: usize = BLOCK_K * ITEM_N;
+const PARTIAL: usize = ITEM_M * ITEM_N;
+const LAST_TILE: usize = 8 * 64;
+const _: () = assert!(PACKED_A + PACKED_B + PARTIAL + ITEM_N + LAST_TILE <= SCRATCH_ELEMS);
+
+/// A matrix as a product reads it: rows of A or columns of B (index `i`) against the summed index `k`.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand<'a> {
+    data: Float<'a>,
+    stride: usize,
+    k_contiguous: bool,
+}
+
+impl<'a> Operand<'a> {
+    /// Element (i, k) is at `i * stride + k`: activations as A, weights `[O,I]` as B of `x W^T`.
+    pub fn k_inner(data: Float<'a>, stride: usize) -> Self {
+        Operand { data, stride, k_contiguous: true }
+    }
+
+    /// Element (i, k) is at `k * stride + i`: weights `[O,I]` as B of `dy W`; `dy` as A and `x` as B of `dy^T x`.
+    pub fn k_outer(data: Float<'a>, stride: usize) -> Self {
+        Operand { data, stride, k_contiguous: false }
+    }
+
+    fn check(&self, name: &str, i: usize, k: usize) {
+        let (outer, inner) = if self.k_contiguous { (i, k) } else { (k, i) };
+        let last = if outer == 0 || inner == 0 { 0 } else { (outer - 1) * self.stride + inner };
+        assert!(self.stride >= inner && self.data.elems() >= last, "matmul: {name} has {} elements, needs {last}", self.data.elems());
+    }
+}
+
+/// What to compute beside the operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// Multiplies the sums.
+    pub alpha: f32,
+    /// `[n]`, added to every row.
+    pub bias: Option<Float<'a>>,
+    /// Whether the result replaces `c` or is added to it.
+    pub write: Write,
+}
+
+/// `c [m,n]`, rows `stride` apart, receives `alpha * a b + bias`, set or added; the sum is in `f32` and is rounded once.
+/// Panics when an operand is shorter than its shape: operations check lengths before they enqueue anything.
+pub fn matmul(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+    let pairs = pool.isa().level() == Level::Avx512Bf16 && matches!((a.data, b.data), (Float::Bf16(_), Float::Bf16(_)));
+    match (c, pairs) {
+        (FloatMut::F32(c), false) => blocks::<f32, Singles>(pool, c, stride, a, b, p),
+        (FloatMut::Bf16(c), false) => blocks::<half::bf16, Singles>(pool, c, stride, a, b, p),
+        (FloatMut::F32(c), true) => blocks::<f32, Pairs>(pool, c, stride, a, b, p),
+        (FloatMut::Bf16(c), true) => blocks::<half::bf16, Pairs>(pool, c, stride, a, b, p),
+    }
+}
+
+/// One product, shared by its work items.
+struct Job<'a, C> {
+    c: Shared<'a, C>,
+    stride: usize,
+    a: Operand<'a>,
+    b: Operand<'a>,
+    p: Product<'a>,
+}
+
+fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+    let (m, n) = (p.m, p.n);
+    if m == 0 || n == 0 {
+        return;
+    }
+    a.check("a", m, p.k);
+    b.check("b", n, p.k);
+    assert!(stride >= n && c.len() >= (m - 1) * stride + n, "matmul: c has {} elements", c.len());
+    assert!(p.bias.is_none_or(|b| b.elems() >= n), "matmul: bias is shorter than {n}");
+    let (rows, cols) = item_shape(pool, m, n);
+    let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
+    let job = Job { c: Shared::new(c), stride, a, b, p };
+    pool.for_each_scratch(down * across, |item, scratch| {
+        let (i, j) = (item / across, item % across);
+        let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
+        run_item::<C, P>(pool.isa(), &job, rows, cols, scratch);
+    });
+}
+
+/// Rows and columns of an item: as large as scratch allows, since what is packed is used once per item; smaller until every
+/// thread has work. The choice is free, as it does not change results.
+fn item_shape(pool: &Pool, m: usize, n: usize) -> (usize, usize) {
+    let (tile_rows, tile_cols) = tile_shape(pool.isa());
+    let even = |whole: usize, most: usize, unit: usize| whole.div_ceil(whole.div_ceil(most)).next_multiple_of(unit);
+    let (mut most_rows, mut most_cols) = (ITEM_M, ITEM_N / tile_cols * tile_cols);
+    loop {
+        let (rows, cols) = (even(m, most_rows, tile_rows), even(n, most_cols, tile_cols));
+        let items = m.div_ceil(rows) * n.div_ceil(cols);
+        let enough = pool.threads() == 1 || items >= 2 * pool.threads() || (items >= pool.threads() && items % pool.threads() == 0);
+        let (split_rows, split_cols) = (rows >= 8 * tile_rows, cols >= 2 * tile_cols);
+        if enough || !(split_rows || split_cols) {
+            return (rows, cols);
+        }
+        if split_rows && (rows >= cols || !split_cols) {
+            most_rows = (rows / 2).next_multiple_of(tile_rows);
+        } else {
+            most_cols = (cols / 2).next_multiple_of(tile_cols);
+        }
+    }
+}
+
+simd_fn! {
+    /// Rows and columns of a tile.
+    fn tile_shape[S](s: S) -> (usize, usize) {
+        let _ = s;
+        (S::TILE_ROWS, S::TILE_VECTORS * S::LANES)
+    }
+}
+
+fn run_item<C: Elem, P: Packing>(isa: Isa, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.level() == Level::Avx512Bf16 && P::PAIRS {
+        #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn with_pairs<C: Elem, P: Packing>(job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+            // SAFETY: the features of this function are those that the type proves.
+            item_body::<_, C, P>(unsafe { super::simd::avx512::Avx512Bf16::assume() }, job, rows, cols, scratch)
+        }
+        // SAFETY: an `Isa` of this level exists only where the processor has these features.
+        return unsafe { with_pairs::<C, P>(job, rows, cols, scratch) };
+    }
+    item::<C, P>(isa, job, rows, cols, scratch)
+}
+
+simd_fn! {
+    fn item[S, C: Elem, P: Packing](s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+        item_body::<S, C, P>(s, job, rows, cols, scratch)
+    }
+}
+
+/// Computes rows `rows` and columns `cols` of the result.
+#[inline(always)]
+fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+    let (packed_a, rest) = scratch.split_at_mut(PACKED_A);
+    let (packed_b, rest) = rest.split_at_mut(PACKED_B);
+    let (partial, rest) = rest.split_at_mut(PARTIAL);
+    let (bias, last) = rest.split_at_mut(ITEM_N);
+    let (height, width) = (S::TILE_ROWS, S::TILE_VECTORS * S::LANES);
+    let padded = cols.len().next_multiple_of(S::LANES);
+    assert!(rows.len() <= ITEM_M && padded <= ITEM_N);
+    let how = Finish { alpha: job.p.alpha, bias: prepare_bias(bias, job.p.bias, &cols), add: job.p.write == Write::Add };
+    let k_blocks = job.p.k.div_ceil(BLOCK_K).max(1);
+    let block_k = job.p.k.div_ceil(k_blocks).next_multiple_of(8);
+    let block_m = rows.len().div_ceil(rows.len().div_ceil(BLOCK_M)).next_multiple_of(height);
+    for kb in 0..k_blocks {
+        let ks = (kb * block_k).min(job.p.k)..((kb + 1) * block_k).min(job.p.k);
+        let steps = pack::steps::<P>(ks.len());
+        let (first, complete) = (kb == 0, kb + 1 == k_blocks);
+        // SAFETY: ranges were checked against the operands; a block fits PACKED_B.
+        unsafe { pack::pack_b::<S, P>(s, packed_b.as_mut_ptr(), &job.b, cols.clone(), ks.clone()) };
+        let mut top = rows.start;
+        while top < rows.end {
+            let block = top..(top + block_m).min(rows.end);
+            // SAFETY: as above; BLOCK_M rows fit PACKED_A.
+            unsafe { pack::pack_a::<S, P>(s, packed_a.as_mut_ptr(), &job.a, block.clone(), ks.clone()) };
+            let mut done = 0;
+            while done < cols.len() {
+                let panel_cols = pack::panel_b_cols::<S>(cols.len(), done);
+                let vectors = panel_cols / S::LANES;
+                for (panel, row) in block.clone().step_by(height).enumerate() {
+                    let a = pack::panel_a::<S>(packed_a.as_ptr(), panel, steps, job.a.k_contiguous);
+                    // SAFETY: panels hold `steps` steps; partial sums have a row per row of the item (ITEM_M is a whole number of
+                    // tiles) and `padded` columns; the tile of complete sums fits LAST_TILE; items write disjoint parts of c.
+                    unsafe {
+                        let b = packed_b.as_ptr().add(done * steps);
+                        let sums = partial.as_mut_ptr().add((row - rows.start) * padded + done);
+                        let before = (!first).then_some((sums as *const f32, padded));
+                        if !complete {
+                            tile::full_tile::<S, P>(s, vectors, steps, a, b, sums, padded, before);
+                            continue;
+                        }
+                        tile::full_tile::<S, P>(s, vectors, steps, a, b, last.as_mut_ptr(), width, before);
+                        let c = job.c.ptr().add(row * job.stride + cols.start + done);
+                        let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
+                        let (m, n) = (height.min(block.end - row), panel_cols.min(cols.len() - done));
+                        tile::finish::<S, C>(s, last.as_ptr(), width, c, job.stride, m, n, how);
+                    }
+                }
+                done += panel_cols;
+            }
+            top = block.end;
+        }
+    }
+}
+
+/// The bias of columns `cols` as `f32`, padded with zeros; null without one.
+fn prepare_bias(out: &mut [f32], bias: Option<Float<'_>>, cols: &Range<usize>) -> *const f32 {
+    let Some(bias) = bias else { return std::ptr::null() };
+    out.fill(0.0);
+    for (o, j) in out.iter_mut().zip(cols.clone()) {
+        *o = bias.get(j);
+    }
+    out.as_ptr()
+}
+
+#[cfg(test)]
+mod tests;
