@@ -4,9 +4,14 @@ use super::*;
 use half::bf16;
 use proptest::prelude::*;
 
-/// Values that bf16 holds exactly, so that one reference serves both types.
+/// Scattered values that bf16 holds exactly, so that one reference serves both types.
 fn values(elems: usize, seed: u32) -> Vec<f32> {
-    (0..elems as u32).map(|i| bf16::from_f32(((i.wrapping_mul(2_654_435_761) ^ seed) >> 16) as f32 / 32768.0 - 1.0).to_f32()).collect()
+    let scatter = |i: u32| {
+        let h = (i ^ seed << 24).wrapping_mul(0x9E37_79B1);
+        let h = (h ^ h >> 15).wrapping_mul(0x85EB_CA6B);
+        (h ^ h >> 13) as f32 / 2_147_483_648.0 - 1.0
+    };
+    (0..elems as u32).map(|i| bf16::from_f32(scatter(i)).to_f32()).collect()
 }
 
 fn narrow(x: &[f32]) -> Vec<bf16> {
