@@ -41,6 +41,11 @@ impl Ledger {
         Box::new(Counted { mapping, bytes, row: (p, c), ledger: self.clone() })
     }
 
+    /// Counts the scratch of a pool of threads, which is on the Rust heap, until the returned value is dropped.
+    pub fn scratch(self: &Arc<Self>, bytes: usize) -> Option<Box<dyn Mapping>> {
+        (bytes > 0).then(|| self.count(Box::new(AddressRange(bytes)), Place::Pageable, Category::Libraries))
+    }
+
     /// Counts someone else's buffer until the returned one, and all views of it, are gone. The allocation keeps its
     /// identity, so that the access tracker sees through it.
     pub fn adopt(self: &Arc<Self>, buffer: Buffer, category: Category) -> Buffer {

@@ -34,7 +34,7 @@ pub mod trace;
 mod tracker;
 
 use crate::device::{Device, DeviceInfo, Event, Stream};
-use crate::memory::{Buffer, Category, MemoryUse, Place};
+use crate::memory::{Buffer, Category, Mapping, MemoryUse, Place};
 use crate::{Error, Ops, Result};
 use heap::{Ledger, Pages};
 pub(crate) use info::processor;
@@ -84,16 +84,23 @@ pub struct CpuDevice {
     setup: stream::Setup,
     streams_made: AtomicU64,
     ops: Box<dyn Ops>,
+    /// Holds the row of the pool's scratch.
+    _scratch: Option<Box<dyn Mapping>>,
 }
 
 impl CpuDevice {
     /// A device with the operations of the CPU on `options.threads` threads.
     pub fn new(options: CpuOptions) -> Result<Arc<CpuDevice>> {
-        CpuDevice::with_ops(options, Box::new(CpuOps::new(pool::Pool::new(options.threads)?)))
+        let pool = pool::Pool::new(options.threads)?;
+        CpuDevice::build(options, Box::new(CpuOps::new(pool)), pool::scratch_bytes(options.threads))
     }
 
     /// A device that computes with `ops`.
     pub fn with_ops(options: CpuOptions, ops: Box<dyn Ops>) -> Result<Arc<CpuDevice>> {
+        CpuDevice::build(options, ops, 0)
+    }
+
+    fn build(options: CpuOptions, ops: Box<dyn Ops>, scratch_bytes: usize) -> Result<Arc<CpuDevice>> {
         if options.threads == 0 {
             return Err(Error::Shape { op: "cpu device", what: "threads is 0, expected at least 1".into() });
         }
@@ -104,7 +111,9 @@ impl CpuDevice {
             tracker: (options.track || chaos.is_some()).then(Default::default),
             trace: options.trace.then(Default::default),
         };
-        Ok(Arc::new(CpuDevice { options, ledger: Arc::default(), setup, streams_made: AtomicU64::new(0), ops }))
+        let ledger = Arc::new(Ledger::default());
+        let scratch = ledger.scratch(scratch_bytes);
+        Ok(Arc::new(CpuDevice { options, ledger, setup, streams_made: AtomicU64::new(0), ops, _scratch: scratch }))
     }
 
     /// What it was made with.

@@ -17,6 +17,16 @@ pub const SCRATCH_ELEMS: usize = 640 * 1024;
 #[repr(C, align(64))]
 struct Line([f32; 16]);
 
+/// One per worker and one for the calling thread; without workers only the latter.
+fn scratch_slots(threads: usize) -> usize {
+    if threads <= 1 { 1 } else { threads + 1 }
+}
+
+/// Bytes of scratch that a pool of `threads` threads holds, so that a plan counts them without making one.
+pub fn scratch_bytes(threads: usize) -> usize {
+    scratch_slots(threads) * SCRATCH_ELEMS * size_of::<f32>()
+}
+
 /// Threads, their scratch, and the instruction set that kernels use.
 pub struct Pool {
     workers: Option<rayon::ThreadPool>,
@@ -46,7 +56,7 @@ impl Pool {
                 })?)
             }
         };
-        let slots = if threads == 1 { 1 } else { threads + 1 };
+        let slots = scratch_slots(threads);
         let line = Line([0.0; 16]);
         let scratch = (0..slots).map(|_| Mutex::new(vec![line; SCRATCH_ELEMS / 16].into_boxed_slice())).collect();
         Ok(Arc::new(Pool { workers, threads, isa, scratch }))
@@ -64,7 +74,7 @@ impl Pool {
 
     /// Bytes of scratch held, for the plan's `libraries` row.
     pub fn scratch_bytes(&self) -> usize {
-        self.scratch.len() * SCRATCH_ELEMS * size_of::<f32>()
+        scratch_bytes(self.threads)
     }
 
     /// Runs `work(0..items)`, each once, in any order and on any thread, and waits for all.

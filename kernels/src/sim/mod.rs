@@ -8,8 +8,8 @@ pub use ops::SimOps;
 
 use crate::cpu::heap::{AddressRange, Ledger};
 use crate::device::{Device, DeviceInfo, Event, HostSource, HostTask, Readback, Stream};
-use crate::memory::{Buffer, Category, MemoryUse, Place, View, ViewMut};
-use crate::{Error, OpShape, Ops, Result, checks};
+use crate::memory::{Buffer, Category, Mapping, MemoryUse, Place, View, ViewMut};
+use crate::{Error, OpShape, Ops, Result, checks, cpu};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -98,22 +98,29 @@ pub struct SimDevice {
     ledger: Arc<Ledger>,
     counters: Arc<Counters>,
     ops: SimOps,
+    /// Holds the row of the pool's scratch.
+    _scratch: Option<Box<dyn Mapping>>,
 }
 
 impl SimDevice {
-    /// A device that counts what the CPU device would do, with its workspace.
+    /// A device that counts what a CPU device of as many threads would do, with its workspace and its scratch.
     pub fn new(options: SimOptions) -> Result<Arc<SimDevice>> {
-        SimDevice::with_sizes(options, crate::cpu::ops::workspace_bytes)
+        SimDevice::build(options, Box::new(cpu::ops::workspace_bytes), cpu::pool::scratch_bytes(options.threads))
     }
 
     /// A device that counts. `sizes` answers [`Ops::workspace_bytes`], so that planned sizes are those of the device that
     /// it computes for.
     pub fn with_sizes(options: SimOptions, sizes: impl Fn(OpShape) -> usize + Send + Sync + 'static) -> Result<Arc<SimDevice>> {
+        SimDevice::build(options, Box::new(sizes), 0)
+    }
+
+    fn build(options: SimOptions, sizes: Box<ops::Sizes>, scratch_bytes: usize) -> Result<Arc<SimDevice>> {
         if options.threads == 0 {
             return Err(Error::Shape { op: "sim device", what: "threads is 0, expected at least 1".into() });
         }
-        let counters = Arc::new(Counters::default());
-        Ok(Arc::new(SimDevice { options, ledger: Arc::default(), ops: SimOps::new(Box::new(sizes), counters.clone()), counters }))
+        let (counters, ledger) = (Arc::new(Counters::default()), Arc::new(Ledger::default()));
+        let scratch = ledger.scratch(scratch_bytes);
+        Ok(Arc::new(SimDevice { options, ledger, ops: SimOps::new(sizes, counters.clone()), counters, _scratch: scratch }))
     }
 
     /// What it was made with.
@@ -134,7 +141,7 @@ impl SimDevice {
 
 impl Device for SimDevice {
     fn info(&self) -> DeviceInfo {
-        crate::cpu::device_info("sim", self.options.threads)
+        cpu::device_info("sim", self.options.threads)
     }
 
     fn alloc(&self, name: &str, bytes: usize, place: Place, category: Category) -> Result<Buffer> {
