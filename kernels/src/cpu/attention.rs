@@ -121,7 +121,7 @@ struct Matrix<'a> {
 /// # Safety
 /// The elements that the strides address are inside the operands.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, clippy::needless_range_loop)]
 unsafe fn register_tile<S: Simd, const R: usize>(
     s: S,
     a: *const f32,
@@ -166,7 +166,7 @@ simd_fn! {
         if rows == 0 || cols == 0 || inner == 0 {
             return;
         }
-        assert!(cols % (2 * S::LANES) == 0 && (rows - 1) * c_row + cols <= c.len() && (inner - 1) * b_row + cols <= b.len());
+        assert!(cols.is_multiple_of(2 * S::LANES) && (rows - 1) * c_row + cols <= c.len() && (inner - 1) * b_row + cols <= b.len());
         assert!((rows - 1) * a.row + (inner - 1) * a.col < a.data.len());
         let (ap, bp, cp) = (a.data.as_ptr(), b.as_ptr(), c.as_mut_ptr());
         for col in (0..cols).step_by(2 * S::LANES) {

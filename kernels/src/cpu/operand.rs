@@ -4,6 +4,7 @@
 //! which also makes two storage types one code path.
 #![allow(unsafe_code)]
 
+use super::float::{Float, FloatMut};
 use crate::{DType, Error, Result, View};
 use half::bf16;
 
@@ -48,6 +49,24 @@ impl<T: bytemuck::Pod> Raw<T> {
     /// Elements.
     pub fn elems(self) -> usize {
         self.elems
+    }
+
+    /// All elements for reading.
+    ///
+    /// # Safety
+    /// As [`Raw::read`].
+    pub unsafe fn read_all<'a>(self) -> &'a [T] {
+        // SAFETY: by contract.
+        unsafe { self.read(0, self.elems) }
+    }
+
+    /// All elements for writing.
+    ///
+    /// # Safety
+    /// As [`Raw::slice`].
+    pub unsafe fn write_all<'a>(self) -> &'a mut [T] {
+        // SAFETY: by contract.
+        unsafe { self.slice(0, self.elems) }
     }
 
     /// Elements `start..start + elems` for writing.
@@ -97,6 +116,34 @@ impl Operand {
         match self {
             Operand::F32(x) => x.elems(),
             Operand::Bf16(x) => x.elems(),
+        }
+    }
+
+    /// All elements, for functions on slices.
+    ///
+    /// # Safety
+    /// As [`Raw::read`].
+    pub unsafe fn read_all<'a>(self) -> Float<'a> {
+        // SAFETY: by contract.
+        unsafe {
+            match self {
+                Operand::F32(x) => Float::F32(x.read_all()),
+                Operand::Bf16(x) => Float::Bf16(x.read_all()),
+            }
+        }
+    }
+
+    /// All elements to write, for functions on slices.
+    ///
+    /// # Safety
+    /// As [`Raw::slice`].
+    pub unsafe fn write_all<'a>(self) -> FloatMut<'a> {
+        // SAFETY: by contract.
+        unsafe {
+            match self {
+                Operand::F32(x) => FloatMut::F32(x.write_all()),
+                Operand::Bf16(x) => FloatMut::Bf16(x.write_all()),
+            }
         }
     }
 

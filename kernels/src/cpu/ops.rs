@@ -5,7 +5,7 @@
 
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
-use super::{adamw, attention, elementwise, embedding, norm, norm_tree, rope, swiglu};
+use super::{adamw, attention, elementwise, embedding, linear, lora, loss, norm, norm_tree, rope, swiglu};
 use crate::{
     AdamW, Attention, DType, Dropout, Error, HostTask, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View, ViewMut, Weight,
     Write, checks,
@@ -24,14 +24,24 @@ pub struct CpuOps {
 /// Bytes that [`Ops::workspace_bytes`] answers: a function of the shape alone, whatever the threads, so that a plan made on
 /// one machine holds on another.
 pub fn workspace_bytes(shape: OpShape) -> usize {
-    let elems = match shape {
-        OpShape::RmsNormBackward { rows, cols } => norm::workspace_elems(rows, cols),
-        OpShape::Attention { tokens, shape } => attention::workspace_elems(tokens, shape),
-        OpShape::SumSquares { elems } => norm_tree::chunks(elems),
+    let bytes = match shape {
+        OpShape::RmsNormBackward { rows, cols } => size_of::<f32>() * norm::workspace_elems(rows, cols),
+        OpShape::LinearBackward { tokens, inputs, outputs } => linear::backward_workspace_bytes(tokens, inputs, outputs),
+        OpShape::Lora { tokens, inputs, outputs: _, rank, adapters } => lora::workspace_bytes(tokens, inputs, rank, adapters),
+        OpShape::Attention { tokens, shape } => size_of::<f32>() * attention::workspace_elems(tokens, shape),
+        OpShape::LinearCrossEntropy { tokens, hidden, vocab } => loss::workspace_bytes(tokens, hidden, vocab),
         OpShape::EmbeddingBackward { .. } => 0,
-        OpShape::LinearBackward { .. } | OpShape::Lora { .. } | OpShape::LinearCrossEntropy { .. } => 0,
+        OpShape::SumSquares { elems } => size_of::<f32>() * norm_tree::chunks(elems),
     };
-    if elems == 0 { 0 } else { elems * size_of::<f32>() + ALIGN }
+    // Room to align it, wherever the view begins.
+    if bytes == 0 { 0 } else { bytes + ALIGN }
+}
+
+/// Shape of an operation on adapters of these (outputs, rank).
+fn lora_shape(tokens: usize, inputs: usize, adapters: impl ExactSizeIterator<Item = (usize, usize)>) -> OpShape {
+    let count = adapters.len();
+    let (outputs, rank) = adapters.fold((0, 0), |(o, r), (outputs, rank)| (outputs.max(o), rank.max(r)));
+    OpShape::Lora { tokens, inputs, outputs, rank, adapters: count }
 }
 
 /// Handles to the operands of one operation.
@@ -59,13 +69,13 @@ impl Handles {
         grad.map(|(view, write)| Ok((self.f32(view)?, write))).transpose()
     }
 
-    /// `elems` elements of f32 in workspace, aligned to a cache line.
-    fn workspace(self, view: &View, elems: usize) -> Result<Raw<f32>> {
-        if elems == 0 {
+    /// The f32 elements of workspace that [`workspace_bytes`] asked for, aligned to a cache line.
+    fn workspace(self, view: &View, bytes: usize) -> Result<Raw<f32>> {
+        if bytes == 0 {
             return Ok(Raw::new(&mut []));
         }
         let address = view.host_ptr().ok_or(Error::NotHost { op: self.0 })? as usize;
-        let part = view.slice(address.next_multiple_of(ALIGN) - address, elems * size_of::<f32>())?;
+        let part = view.slice(address.next_multiple_of(ALIGN) - address, bytes - ALIGN)?;
         self.f32(&part.reinterpret(DType::F32)?)
     }
 }
@@ -81,7 +91,7 @@ fn written<const N: usize>(list: [Option<&ViewMut>; N]) -> Vec<ViewMut> {
 }
 
 /// The view of a gradient that is wanted.
-fn of<'a>(grad: Option<(&'a ViewMut, Write)>) -> Option<&'a ViewMut> {
+fn of(grad: Option<(&ViewMut, Write)>) -> Option<&ViewMut> {
     grad.map(|(view, _)| view)
 }
 
@@ -126,7 +136,7 @@ impl Ops for CpuOps {
         let (to, from, rows) = (h.float(y)?, h.float(table)?, h.i32(ids)?);
         self.enqueue(s, h.0, written([Some(y)]), views([Some(table), Some(ids)]), move |pool| {
             // SAFETY: the task holds the views, and nobody writes ids meanwhile.
-            embedding::forward(pool, to, from, unsafe { rows.read(0, rows.elems()) }, hidden)
+            embedding::forward(pool, to, from, unsafe { rows.read_all() }, hidden)
         })
     }
 
@@ -147,7 +157,7 @@ impl Ops for CpuOps {
         let (to, from, rows) = (h.f32(dtable)?, h.float(dy)?, h.i32(ids)?);
         self.enqueue(s, h.0, written([Some(dtable)]), views([Some(dy), Some(ids)]), move |pool| {
             // SAFETY: as in embedding.
-            embedding::backward(pool, to, write, from, unsafe { rows.read(0, rows.elems()) }, hidden)
+            embedding::backward(pool, to, write, from, unsafe { rows.read_all() }, hidden)
         })
     }
 
@@ -194,7 +204,7 @@ impl Ops for CpuOps {
             x: h.float(x)?,
             rstd: h.f32(rstd)?,
             weight: h.float(weight)?,
-            partial: h.workspace(workspace, norm::workspace_elems(rows, cols))?,
+            partial: h.workspace(workspace, bytes)?,
         };
         let writes = written([of(dx), of(dweight), Some(workspace)]);
         self.enqueue(s, h.0, writes, views([Some(dy), Some(x), Some(rstd), Some(weight)]), move |pool| {
@@ -206,17 +216,27 @@ impl Ops for CpuOps {
     fn linear(
         &self,
         y: &ViewMut,
-        _write: Write,
+        write: Write,
         x: &View,
         w: &Weight,
         bias: Option<&View>,
         tokens: usize,
         inputs: usize,
         outputs: usize,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         checks::linear(y, x, w, bias, tokens, inputs, outputs)?;
-        Err(Error::Shape { op: "linear", what: "not built".into() })
+        let h = Handles("linear");
+        let (py, px, pw) = (h.float(y)?, h.float(x)?, h.float(&w.view)?);
+        let pb = bias.map(|view| h.float(view)).transpose()?;
+        self.enqueue(s, h.0, written([Some(y)]), views([Some(x), Some(&w.view), bias]), move |pool| {
+            // SAFETY: the task holds the views; the checks keep what is written apart from the rest.
+            unsafe {
+                let bias = pb.map(|b| b.read_all());
+                linear::forward(pool, py.write_all(), write, px.read_all(), pw.read_all(), bias, tokens, inputs, outputs);
+            }
+            Ok(())
+        })
     }
 
     fn linear_backward(
@@ -231,11 +251,26 @@ impl Ops for CpuOps {
         inputs: usize,
         outputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let bytes = workspace_bytes(OpShape::LinearBackward { tokens, inputs, outputs });
         checks::linear_backward(dx, dw, dbias, dy, x, w, tokens, inputs, outputs, workspace, bytes)?;
-        Err(Error::Shape { op: "linear_backward", what: "not built".into() })
+        let h = Handles("linear_backward");
+        let (pdx, pdw, pdb) = (h.float_grad(dx)?, h.f32_grad(dw)?, h.f32_grad(dbias)?);
+        // The input is read for the weight's gradient only.
+        let x = x.filter(|_| dw.is_some());
+        let (pdy, pw, px) = (h.float(dy)?, h.float(&w.view)?, x.map(|view| h.float(view)).transpose()?);
+        let reads = views([Some(dy), x, Some(&w.view)]);
+        self.enqueue(s, h.0, written([of(dx), of(dw), of(dbias)]), reads, move |pool| {
+            // SAFETY: as in linear.
+            unsafe {
+                let dx = pdx.map(|(d, write)| (d.write_all(), write));
+                let (dw, dbias) = (pdw.map(|(d, write)| (d.write_all(), write)), pdb.map(|(d, write)| (d.write_all(), write)));
+                let (dy, x, w) = (pdy.read_all(), px.map(|x| x.read_all()), pw.read_all());
+                linear::backward(pool, dx, dw, dbias, dy, x, w, tokens, inputs, outputs);
+            }
+            Ok(())
+        })
     }
 
     fn lora(
@@ -246,10 +281,30 @@ impl Ops for CpuOps {
         tokens: usize,
         inputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
-        checks::lora(adapters, x, dropout, tokens, inputs, workspace, 0)?;
-        Err(Error::Shape { op: "lora", what: "not built".into() })
+        let bytes = workspace_bytes(lora_shape(tokens, inputs, adapters.iter().map(|a| (a.outputs, a.rank))));
+        checks::lora(adapters, x, dropout, tokens, inputs, workspace, bytes)?;
+        let h = Handles("lora");
+        let (px, work) = (h.float(x)?, h.workspace(workspace, bytes)?);
+        let (mut writes, mut reads, mut parts) = (written([Some(workspace)]), views([Some(x)]), Vec::new());
+        for a in adapters {
+            parts.push((h.float(&a.y)?, h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?, (a.scale, a.outputs, a.rank, a.site)));
+            writes.extend([a.y.clone(), a.t.clone()]);
+            reads.extend([a.a.clone(), a.b.clone()]);
+        }
+        self.enqueue(s, h.0, writes, reads, move |pool| {
+            let slices = |(y, t, a, b, (scale, outputs, rank, site)): (Operand, Raw<f32>, Raw<f32>, Raw<f32>, _)| {
+                // SAFETY: the task holds the views; the checks keep what is written apart from the rest, of all adapters.
+                let (y, t, a, b) = unsafe { (y.write_all(), t.write_all(), a.read_all(), b.read_all()) };
+                lora::Forward { y, t, a, b, scale, outputs, rank, site }
+            };
+            let mut adapters: Vec<_> = parts.into_iter().map(slices).collect();
+            // SAFETY: as above.
+            let (x, work) = unsafe { (px.read_all(), work.write_all()) };
+            lora::forward(pool, &mut adapters, x, dropout, tokens, inputs, work);
+            Ok(())
+        })
     }
 
     fn lora_backward(
@@ -261,10 +316,33 @@ impl Ops for CpuOps {
         tokens: usize,
         inputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
-        checks::lora_backward(dx, adapters, x, dropout, tokens, inputs, workspace, 0)?;
-        Err(Error::Shape { op: "lora_backward", what: "not built".into() })
+        let bytes = workspace_bytes(lora_shape(tokens, inputs, adapters.iter().map(|a| (a.outputs, a.rank))));
+        checks::lora_backward(dx, adapters, x, dropout, tokens, inputs, workspace, bytes)?;
+        let h = Handles("lora_backward");
+        let (pdx, px, work) = (dx.map(|view| h.float(view)).transpose()?, h.float(x)?, h.workspace(workspace, bytes)?);
+        let (mut writes, mut reads, mut parts) = (written([dx, Some(workspace)]), views([Some(x)]), Vec::new());
+        for a in adapters {
+            let numbers = (a.write, a.scale, a.outputs, a.rank, a.site);
+            parts.push(((h.f32(&a.da)?, h.f32(&a.db)?), h.float(&a.dy)?, (h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?), numbers));
+            writes.extend([a.da.clone(), a.db.clone()]);
+            reads.extend([a.dy.clone(), a.t.clone(), a.a.clone(), a.b.clone()]);
+        }
+        self.enqueue(s, h.0, writes, reads, move |pool| {
+            let mut adapters = Vec::new();
+            for ((da, db), dy, (t, a, b), (write, scale, outputs, rank, site)) in parts {
+                // SAFETY: as in lora.
+                let (da, db, dy) = unsafe { (da.write_all(), db.write_all(), dy.read_all()) };
+                // SAFETY: as in lora.
+                let (t, a, b) = unsafe { (t.read_all(), a.read_all(), b.read_all()) };
+                adapters.push(lora::Backward { da, db, write, dy, t, a, b, scale, outputs, rank, site });
+            }
+            // SAFETY: as in lora.
+            let (dx, x, work) = unsafe { (pdx.map(|d| d.write_all()), px.read_all(), work.write_all()) };
+            lora::backward(pool, dx, &mut adapters, x, dropout, tokens, inputs, work);
+            Ok(())
+        })
     }
 
     fn rope(&self, x: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, s: &dyn Stream) -> Result<()> {
@@ -300,7 +378,7 @@ impl Ops for CpuOps {
         let reads = views([Some(q), Some(k), Some(v), Some(cu_seqlens)]);
         self.enqueue(s, h.0, written([Some(o), Some(lse)]), reads, move |pool| {
             // SAFETY: the task holds the views, and nobody writes boundaries meanwhile.
-            attention::forward(pool, t, unsafe { bounds.read(0, bounds.elems()) }, documents, tokens, shape)
+            attention::forward(pool, t, unsafe { bounds.read_all() }, documents, tokens, shape)
         })
     }
 
@@ -336,14 +414,14 @@ impl Ops for CpuOps {
             v: h.float(v)?,
             o: h.float(o)?,
             lse: h.f32(lse)?,
-            work: h.workspace(workspace, attention::workspace_elems(tokens, shape))?,
+            work: h.workspace(workspace, bytes)?,
         };
         let bounds = h.i32(cu_seqlens)?;
         let writes = written([Some(dq), Some(dk), Some(dv), Some(workspace)]);
         let reads = views([Some(dout), Some(q), Some(k), Some(v), Some(o), Some(lse), Some(cu_seqlens)]);
         self.enqueue(s, h.0, writes, reads, move |pool| {
             // SAFETY: as in attention.
-            attention::backward(pool, t, unsafe { bounds.read(0, bounds.elems()) }, documents, tokens, shape)
+            attention::backward(pool, t, unsafe { bounds.read_all() }, documents, tokens, shape)
         })
     }
 
@@ -375,16 +453,34 @@ impl Ops for CpuOps {
         x: &View,
         w: &Weight,
         labels: &View,
-        _grad_scale: f32,
+        grad_scale: f32,
         tokens: usize,
         hidden: usize,
         vocab: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let bytes = workspace_bytes(OpShape::LinearCrossEntropy { tokens, hidden, vocab });
         checks::linear_cross_entropy(loss, dx, dw, x, w, labels, tokens, hidden, vocab, workspace, bytes)?;
-        Err(Error::Shape { op: "linear_cross_entropy", what: "not built".into() })
+        let h = Handles("linear_cross_entropy");
+        let (ploss, pdx, pdw) = (h.f32(loss)?, dx.map(|view| h.float(view)).transpose()?, h.f32_grad(dw)?);
+        let (px, pw, rows, work) = (h.float(x)?, h.float(&w.view)?, h.i32(labels)?, h.workspace(workspace, bytes)?);
+        let in_place = dx.is_some_and(|dx| dx.span() == x.span());
+        let writes = written([Some(loss), dx, of(dw), Some(workspace)]);
+        self.enqueue(s, h.0, writes, views([Some(x), Some(&w.view), Some(labels)]), move |pool| {
+            // SAFETY: the task holds the views; the checks keep what is written apart from the rest, but dx, which may be x:
+            // then only one slice is made of both.
+            unsafe {
+                let hidden_rows = match pdx {
+                    None => loss::Hidden::Read(px.read_all()),
+                    Some(dx) if in_place => loss::Hidden::InPlace(dx.write_all()),
+                    Some(dx) => loss::Hidden::Gradient(px.read_all(), dx.write_all()),
+                };
+                let dw = pdw.map(|(d, write)| (d.write_all(), write));
+                let (loss, w, labels, work) = (ploss.write_all(), pw.read_all(), rows.read_all(), work.write_all());
+                loss::linear_cross_entropy(pool, loss, hidden_rows, dw, w, labels, grad_scale, tokens, hidden, vocab, work)
+            }
+        })
     }
 
     fn sum(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
@@ -393,7 +489,7 @@ impl Ops for CpuOps {
         let (to, from) = (h.f32(out)?, h.f32(x)?);
         self.enqueue(s, h.0, written([Some(out)]), views([Some(x)]), move |_| {
             // SAFETY: the task holds the views, which the checks keep apart.
-            unsafe { to.slice(0, 1)[0] = elementwise::sum(from.read(0, from.elems())) };
+            unsafe { to.slice(0, 1)[0] = elementwise::sum(from.read_all()) };
             Ok(())
         })
     }
@@ -454,10 +550,10 @@ impl Ops for CpuOps {
         let bytes = workspace_bytes(OpShape::SumSquares { elems: x.elems() });
         checks::sum_squares(nodes, x, first_chunk, workspace, bytes)?;
         let h = Handles("sum_squares");
-        let (to, from, work) = (h.f32(nodes)?, h.f32(x)?, h.workspace(workspace, norm_tree::chunks(x.elems()))?);
+        let (to, from, work) = (h.f32(nodes)?, h.f32(x)?, h.workspace(workspace, bytes)?);
         self.enqueue(s, h.0, written([Some(nodes), Some(workspace)]), views([Some(x)]), move |pool| {
             // SAFETY: the task holds the views, which the checks keep apart.
-            let (nodes, x, work) = unsafe { (to.slice(0, to.elems()), from.read(0, from.elems()), work.slice(0, work.elems())) };
+            let (nodes, x, work) = unsafe { (to.write_all(), from.read_all(), work.write_all()) };
             norm_tree::sum_squares(pool, nodes, x, first_chunk, work);
             Ok(())
         })
@@ -480,7 +576,7 @@ impl Ops for CpuOps {
         let (to_norm, to_scale, from, ranges) = (h.f32(norm)?, h.f32(scale)?, h.f32(nodes)?, ranges.to_vec());
         self.enqueue(s, h.0, written([Some(norm), Some(scale)]), views([Some(nodes)]), move |_| {
             // SAFETY: the task holds the views, which the checks keep apart.
-            let nodes = unsafe { from.read(0, from.elems()) };
+            let nodes = unsafe { from.read_all() };
             let (norm, scale) = norm_tree::clip_scale(nodes, &ranges, ranks, segments, max_norm);
             // SAFETY: as above.
             unsafe {
@@ -539,7 +635,7 @@ impl CpuOps {
         let (px, pt, rows) = (h.float(x)?, h.f32(table)?, h.i32(positions)?);
         self.enqueue(s, name, written([Some(x)]), views([Some(table), Some(positions)]), move |pool| {
             // SAFETY: the task holds the views, and nobody writes positions meanwhile.
-            rope::rotate(name, pool, px, pt, unsafe { rows.read(0, rows.elems()) }, heads, head_dim, sign)
+            rope::rotate(name, pool, px, pt, unsafe { rows.read_all() }, heads, head_dim, sign)
         })
     }
 }
