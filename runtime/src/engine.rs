@@ -10,12 +10,13 @@
 //! Everything is allocated in [`Engine::new`]; the same code on the simulated device is how memory is sized. The last visit runs
 //! forward and backward in one opening. Results reach the host by one small readback per step.
 
+use crate::checkpoint::Kind;
 use crate::data::HostBatch;
 use crate::error::{Error, Result};
 use crate::grads::{GradOptions, GradStore};
 use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, TensorSpec, VisitSpec};
 use crate::optim::Optimizer;
-use crate::plan::ShardPlan;
+use crate::plan::{ParamKind, ParamSpec, ShardPlan};
 use crate::store::{OpenUnit, ParamStore, StoreOptions, Streams, WeightSource};
 use std::sync::Arc;
 use std::time::Duration;
@@ -535,15 +536,14 @@ impl Engine {
         Ok(out)
     }
 
-    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values);
-    /// kinds are `"weight"` (f32 master), `"m"`, `"v"`. One tensor in memory at a time.
-    pub fn export_state(&mut self, sink: &mut dyn FnMut(&'static str, &str, usize, &[f32]) -> Result<()>) -> Result<()> {
+    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values). One tensor in memory at a time.
+    pub fn export_state(&mut self, sink: &mut dyn FnMut(Kind, &str, usize, &[f32]) -> Result<()>) -> Result<()> {
         for i in 0..self.optimizer.parts.len() {
             let part = &self.optimizer.parts[i];
             let s = &self.plan.segments[part.segment];
             // The owned shard, also where the rank holds more.
             let first = self.comm.rank() * s.shard;
-            for (kind, view) in [("weight", part.param.clone()), ("m", part.m.clone()), ("v", part.v.clone())] {
+            for (kind, view) in [(Kind::Weight, part.param.clone()), (Kind::M, part.m.clone()), (Kind::V, part.v.clone())] {
                 for (param, from, at, elems) in s.pieces(first, first + s.shard) {
                     let readback = self.streams.update.read(&view.slice(first - part.start + at, elems)?.view())?;
                     let values = self.wait(&readback)?;
@@ -558,7 +558,7 @@ impl Engine {
     pub fn import_state(&mut self, updates: u64, read: Arc<dyn ReadState>) -> Result<()> {
         for part in &self.optimizer.parts {
             let s = &self.plan.segments[part.segment];
-            for (kind, view) in [("m", &part.m), ("v", &part.v)] {
+            for (kind, view) in [(Kind::M, &part.m), (Kind::V, &part.v)] {
                 for (param, from, at, elems) in s.pieces(part.start, part.start + part.param.elems()) {
                     let name = self.plan.units[s.unit].params[param].name.clone();
                     let read = read.clone();
@@ -567,7 +567,7 @@ impl Engine {
                         read.read(kind, &name, from, &mut values)?;
                         fill_bytes(dst, &values)
                     });
-                    self.streams.update.write(&view.slice(at, elems)?, kind, source)?;
+                    self.streams.update.write(&view.slice(at, elems)?, "optimizer state", source)?;
                 }
             }
         }
@@ -575,20 +575,28 @@ impl Engine {
         self.sync()
     }
 
-    /// Opens every unit in turn and hands each parameter that `want` chooses to `sink` on every rank, as stored bytes. Collective.
-    pub fn export_weights(&mut self, want: &dyn Fn(&crate::plan::ParamSpec) -> bool, sink: &mut WeightSink) -> Result<()> {
+    /// Opens one unit and reads its parameters to the host, as stored bytes. Collective.
+    pub fn unit_weights(&mut self, unit: usize) -> Result<Vec<(ParamSpec, Vec<u8>)>> {
+        let specs = self.plan.units[unit].params.clone();
+        let open = self.store.open(unit)?;
+        let mut out = Vec::with_capacity(specs.len());
+        for (spec, view) in specs.into_iter().zip(&open.params) {
+            let readback = self.streams.compute.read(view)?;
+            out.push((spec, self.wait_bytes(&readback)?));
+        }
+        self.store.finish(open)?;
+        Ok(out)
+    }
+
+    /// Hands each parameter that `want` chooses to `sink` on every rank, as stored bytes, one unit in memory at a time. Collective.
+    pub fn export_weights(&mut self, want: &dyn Fn(&ParamSpec) -> bool, sink: &mut WeightSink) -> Result<()> {
         for unit in 0..self.plan.units.len() {
-            let specs = self.plan.units[unit].params.clone();
-            if !specs.iter().any(want) {
-                continue;
+            if self.plan.units[unit].params.iter().any(want) {
+                for (spec, bytes) in self.unit_weights(unit)?.into_iter().filter(|(s, _)| want(s)) {
+                    let dtype = if spec.kind == ParamKind::Adapter { DType::F32 } else { self.options.shape.compute };
+                    sink(&spec, dtype, bytes)?;
+                }
             }
-            let open = self.store.open(unit)?;
-            for (spec, view) in specs.iter().zip(open.params.clone()).filter(|(s, _)| want(s)) {
-                let readback = self.streams.compute.read(&view)?;
-                let bytes = self.wait_bytes(&readback)?;
-                sink(spec, view.dtype(), bytes)?;
-            }
-            self.store.finish(open)?;
         }
         Ok(())
     }
@@ -711,6 +719,11 @@ impl Engine {
         self.updates
     }
 
+    /// Bytes of weights in pages that all ranks of the host share.
+    pub fn shared_bytes(&self) -> usize {
+        self.store.shared_bytes()
+    }
+
     /// all_gather calls that filled slots so far.
     pub fn gathers(&self) -> u64 {
         self.store.gathers()
@@ -740,12 +753,12 @@ impl Drop for Engine {
 }
 
 /// Receives one exported parameter: its specification, element type and bytes.
-pub type WeightSink<'a> = dyn FnMut(&crate::plan::ParamSpec, DType, Vec<u8>) -> Result<()> + 'a;
+pub type WeightSink<'a> = dyn FnMut(&ParamSpec, DType, Vec<u8>) -> Result<()> + 'a;
 
 /// Optimizer state by name and range, from a checkpoint.
 pub trait ReadState: Send + Sync {
-    /// Fills `out` with elements from `start` on of `kind` (`"m"`, `"v"`, `"weight"`) of parameter `name`.
-    fn read(&self, kind: &str, name: &str, start: usize, out: &mut [f32]) -> std::result::Result<(), String>;
+    /// Fills `out` with elements from `start` on of `kind` of parameter `name`.
+    fn read(&self, kind: Kind, name: &str, start: usize, out: &mut [f32]) -> std::result::Result<(), String>;
 }
 
 const NO_UPDATE: AdamW = AdamW { lr: 0.0, beta1: 0.0, beta2: 0.0, eps: 1.0, weight_decay: 0.0, step: 1 };

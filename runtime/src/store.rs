@@ -268,6 +268,12 @@ impl ParamStore {
         self.segments[i].version += 1;
     }
 
+    /// Bytes of homes that all ranks of the host share.
+    pub fn shared_bytes(&self) -> usize {
+        let pages = self.segments.iter().zip(&self.plan.segments).filter(|(s, _)| matches!(s.home, Home::Pages(_)));
+        pages.map(|(_, s)| s.copy_bytes()).sum()
+    }
+
     /// all_gather calls that filled slots so far.
     pub fn gathers(&self) -> u64 {
         self.gathers

@@ -1,0 +1,180 @@
+//! Everything of a run that is the same on all ranks and needs no device: model, adapters, data, batch arithmetic.
+
+use crate::checkpoint::BaseId;
+use crate::config::{CheckpointMode, ComputeType, Config, ModelInit, OffloadDevice, ResidentBytes, Resolved};
+use crate::data::{self, HostBatch, Length, PrepareSpec, Schedule, ScheduleSpec};
+use crate::engine::EngineOptions;
+use crate::error::{Error, Result};
+use crate::hf::{ArchConfig, Weights, folder};
+use crate::model::decoder::{AdapterSpec, Decoder};
+use crate::model::{BatchShape, Model};
+use crate::peft::{LoraPlan, load_adapter};
+use crate::source::Sources;
+use std::path::PathBuf;
+use std::sync::Arc;
+use zrt_kernels::DType;
+
+/// The model of a run, known without its weights.
+pub struct ModelPart {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Its configuration.
+    pub arch: ArchConfig,
+    /// The maths.
+    pub model: Arc<dyn Model>,
+    /// Adapters; `None` when all weights are trained.
+    pub lora: Option<LoraPlan>,
+}
+
+/// A run, opened.
+pub struct Job {
+    /// The configuration.
+    pub config: Config,
+    /// The model.
+    pub model: ModelPart,
+    /// Batch arithmetic.
+    pub batch: Resolved,
+    /// Training data in order.
+    pub schedule: Schedule,
+    /// Held-out data: one micro-batch a step.
+    pub eval: Option<Schedule>,
+    /// Base weights and the adapter to continue from.
+    pub sources: Sources,
+    /// Identity of the base.
+    pub base: BaseId,
+}
+
+/// A user's mistake, from any of the parts.
+pub fn input(e: impl std::fmt::Display) -> Error {
+    Error::Input(e.to_string())
+}
+
+impl ModelPart {
+    /// Reads `config.json`, plans the adapters, builds the model.
+    pub fn open(config: &Config) -> Result<ModelPart> {
+        let folder = folder::resolve(&config.model.path, None).map_err(input)?;
+        let arch = ArchConfig::load(&folder).map_err(input)?;
+        let lora = config.lora.as_ref().map(|l| LoraPlan::new(l, &arch)).transpose().map_err(input)?;
+        let adapters: Option<Vec<AdapterSpec>> = lora.as_ref().map(|p| {
+            p.targets.iter().map(|t| AdapterSpec { module: t.path.clone(), rank: t.r, scale: t.scale }).collect()
+        });
+        let dropout = lora.as_ref().map_or(0.0, |p| p.config.dropout as f32);
+        let model = Decoder::new(arch.clone(), config.training.seq_len, adapters.as_deref(), dropout)?;
+        Ok(ModelPart { folder, arch, model: Arc::new(model), lora })
+    }
+}
+
+impl Job {
+    /// Opens the model and the data (tokenizing unless cached; with a progress bar if `progress`).
+    ///
+    /// # Errors
+    /// [`Error::Input`] for everything a user can mend: configuration, folders, files, data.
+    pub fn open(config: &Config, ranks: usize, progress: bool) -> Result<Job> {
+        let batch = config.resolve(ranks).map_err(input)?;
+        let model = ModelPart::open(config)?;
+        let prepare = |sets: &[crate::config::DatasetConfig]| -> Result<Arc<data::TokenSet>> {
+            let set = data::prepare(&PrepareSpec::new(config, sets, &model.folder), progress).map_err(input)?;
+            if set.max_id() as usize >= model.arch.vocab {
+                return Err(Error::Input(format!(
+                    "the data has token id {}, the model's vocabulary has {} entries: the tokenizer is not this model's",
+                    set.max_id(),
+                    model.arch.vocab
+                )));
+            }
+            Ok(Arc::new(set))
+        };
+        if config.dataset.is_empty() {
+            return Err(Error::Input("no data: add a [[dataset]] with path and type".into()));
+        }
+        let t = &config.training;
+        let length = match (t.steps, t.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, epochs) => Length::Epochs(epochs.unwrap_or(1.0)),
+        };
+        let spec = ScheduleSpec {
+            seq_len: t.seq_len,
+            micro_batch_size: t.micro_batch_size,
+            global_batch_size: batch.global_batch_size,
+            packing: config.data.packing,
+            shuffle: config.data.shuffle,
+            seed: t.seed,
+            length,
+        };
+        let schedule = Schedule::new(prepare(&config.dataset)?, spec).map_err(input)?;
+        let eval = if config.eval_dataset.is_empty() {
+            None
+        } else {
+            let set = prepare(&config.eval_dataset)?;
+            Some(Schedule::evaluation(set, t.seq_len, t.micro_batch_size, config.data.packing).map_err(input)?)
+        };
+        let adapter = match &config.lora {
+            Some(lora) if lora.adapter_path.is_some() => {
+                let dir = lora.adapter_path.clone().unwrap_or_default();
+                Some(Arc::new(load_adapter(&dir, &model.arch).map_err(input)?.weights))
+            }
+            _ => None,
+        };
+        let (base, weights) = match config.model.init {
+            ModelInit::Random => (BaseId::random(&model.folder, t.seed).map_err(input)?, None),
+            ModelInit::Pretrained => {
+                let weights = Weights::open(&model.folder).map_err(input)?;
+                weights.validate(&model.arch).map_err(input)?;
+                (BaseId::of(&model.folder, &weights).map_err(input)?, Some(Arc::new(weights)))
+            }
+        };
+        let sources = Sources { base: weights, adapter, checkpoint: None, seed: t.seed };
+        Ok(Job { config: config.clone(), model, batch, schedule, eval, sources, base })
+    }
+
+    /// The keys that must not change between a checkpoint and the run that continues it, by name.
+    pub fn resume_keys(&self) -> serde_json::Value {
+        let t = &self.config.training;
+        let hex: String = self.schedule.set().fingerprint().iter().map(|b| format!("{b:02x}")).collect();
+        serde_json::json!({
+            "training.seed": t.seed,
+            "training.seq_len": t.seq_len,
+            "training.micro_batch_size": t.micro_batch_size,
+            "training.global_batch_size": self.batch.global_batch_size,
+            "data.packing": self.config.data.packing,
+            "data.shuffle": self.config.data.shuffle,
+            "dataset": hex,
+            "lora": self.model.lora.as_ref().map(|l| l.config.to_json()),
+        })
+    }
+
+    /// Micro-batch `index` of `step`.
+    pub fn micro_batch(&self, step: u64, index: usize) -> Result<Option<HostBatch>> {
+        Ok(Some(self.schedule.batch(step, index)))
+    }
+}
+
+/// How `config` runs on `batch.ranks` ranks.
+pub fn engine_options(config: &Config, batch: &Resolved) -> EngineOptions {
+    let t = &config.training;
+    let compute = match config.precision.compute {
+        ComputeType::Bf16 => DType::BF16,
+        ComputeType::F32 => DType::F32,
+    };
+    EngineOptions {
+        shape: BatchShape { tokens: t.micro_batch_size * t.seq_len, seq_len: t.seq_len, compute },
+        micro_batches: batch.micro_batches,
+        group: batch.group,
+        stage: config.zero.stage,
+        offload_param: config.zero.offload_param.device == OffloadDevice::Cpu,
+        offload_optimizer: config.zero.offload_optimizer.device == OffloadDevice::Cpu,
+        share_pages: config.comm.share_pages,
+        prefetch_depth: config.zero.prefetch_depth,
+        resident_bytes: match &config.zero.resident_bytes {
+            ResidentBytes::Bytes(b) => *b,
+            ResidentBytes::Named(_) => u64::MAX,
+        },
+        recompute: match config.activation_checkpoint.mode {
+            CheckpointMode::None => 0,
+            CheckpointMode::Full => config.activation_checkpoint.layers.unwrap_or(usize::MAX),
+        },
+        deterministic: t.deterministic,
+        max_grad_norm: (t.max_grad_norm > 0.0).then_some(t.max_grad_norm),
+        seed: t.seed,
+        poison: config.device.mode == "chaos",
+    }
+}

@@ -1,0 +1,202 @@
+//! Writes checkpoints beside the training: a thread per save takes pieces from a queue of bounded bytes.
+//!
+//! A small state (LoRA) fits the queue, and the step loop goes on at once; a large one makes the loop wait for the disk, but never
+//! takes more memory than the queue. Rank 0's thread commits when all ranks have finished their files, which they say through the
+//! store, so no collective waits for a disk. Every outcome is a value that all ranks learn: a failed save leaves the training and earlier checkpoints as they were.
+
+use crate::checkpoint::{self, Kind, Manifest, ShardWriter};
+use crate::error::{Error, Result};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use zrt_collectives::store::Store;
+
+/// Bytes that may wait in the queue.
+const QUEUE_BYTES: usize = 256 << 20;
+
+type Piece = (Kind, String, usize, Vec<f32>);
+
+#[derive(Default)]
+struct Queue {
+    pieces: VecDeque<Piece>,
+    bytes: usize,
+    closed: bool,
+    /// The writer is gone: pieces are dropped.
+    dead: bool,
+}
+
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn wait<'a>(&self, q: std::sync::MutexGuard<'a, Queue>) -> std::sync::MutexGuard<'a, Queue> {
+        self.changed.wait(q).unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// A save in progress.
+pub struct Save {
+    step: u64,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    store: Arc<dyn Store>,
+}
+
+/// Where and as whom to save.
+#[derive(Clone)]
+pub struct SavePlace {
+    /// The run folder.
+    pub folder: PathBuf,
+    /// The same on all ranks of this start of the run.
+    pub nonce: String,
+    /// This rank.
+    pub rank: usize,
+    /// All ranks.
+    pub ranks: usize,
+    /// Checkpoints kept.
+    pub keep: usize,
+    /// Longest wait for the others' disks without news.
+    pub patience: Duration,
+}
+
+fn key(place: &SavePlace, step: u64, what: &str) -> String {
+    format!("checkpoint/{}/{step}/{what}", place.nonce)
+}
+
+impl Save {
+    /// Starts to save `manifest.step`. Give the state with [`Save::push`], then [`Save::close`].
+    pub fn start(place: SavePlace, manifest: Manifest, store: Arc<dyn Store>) -> Result<Save> {
+        let step = manifest.step;
+        let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new() });
+        let (inner, inner_store) = (shared.clone(), store.clone());
+        let thread = std::thread::Builder::new()
+            .name("checkpoint".into())
+            .spawn(move || run(&place, manifest, &inner, &*inner_store))
+            .map_err(|e| Error::Save(format!("cannot start the checkpoint thread: {e}")))?;
+        Ok(Save { step, shared, thread: Some(thread), store })
+    }
+
+    /// The step being saved.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Queues one piece; waits while the queue is full.
+    pub fn push(&self, kind: Kind, name: &str, start: usize, values: &[f32]) {
+        let bytes = values.len() * 4;
+        let mut q = self.shared.lock();
+        while q.bytes > 0 && q.bytes + bytes > QUEUE_BYTES && !q.dead {
+            q = self.shared.wait(q);
+        }
+        if !q.dead {
+            q.bytes += bytes;
+            q.pieces.push_back((kind, name.to_string(), start, values.to_vec()));
+        }
+        self.shared.changed.notify_all();
+    }
+
+    /// No more pieces.
+    pub fn close(&self) {
+        self.shared.lock().closed = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits for the outcome, the same on all ranks: the checkpoint's folder, or what went wrong.
+    pub fn wait(mut self, place: &SavePlace) -> Result<PathBuf> {
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        let outcome = self.store.get(&key(place, self.step, "done"), place.patience)?;
+        match String::from_utf8_lossy(&outcome).strip_prefix("ok") {
+            Some(_) => Ok(checkpoint::step_dir(&place.folder, self.step)),
+            None => Err(Error::Save(String::from_utf8_lossy(&outcome).into_owned())),
+        }
+    }
+
+    /// True when the thread has ended, so that [`Save::wait`] will not wait long.
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(|t| t.is_finished())
+    }
+}
+
+impl Drop for Save {
+    fn drop(&mut self) {
+        self.close();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The thread: write this rank's file, tell the others, and on rank 0 commit.
+fn run(place: &SavePlace, manifest: Manifest, shared: &Shared, store: &dyn Store) {
+    let step = manifest.step;
+    let tmp = checkpoint::tmp_dir(&place.folder, step, &place.nonce);
+    let written = write_file(&tmp, place.rank, shared);
+    {
+        let mut q = shared.lock();
+        q.dead = true;
+        q.pieces.clear();
+        q.bytes = 0;
+    }
+    shared.changed.notify_all();
+    let word = written.err().unwrap_or_default();
+    // If the store is gone, so is the job; the temporary folder is swept at the next start.
+    let _ = store.set(&key(place, step, &place.rank.to_string()), word.as_bytes());
+    if place.rank != 0 {
+        return;
+    }
+    let outcome = match others(place, step, store) {
+        Ok(()) => checkpoint::commit(&tmp, manifest, &checkpoint::step_dir(&place.folder, step)).map(|_| ()).map_err(|e| e.to_string()),
+        Err(e) => {
+            checkpoint::abandon(&tmp);
+            Err(e)
+        }
+    };
+    if outcome.is_ok()
+        && let Err(e) = checkpoint::keep_latest(&place.folder, place.keep)
+    {
+        tracing::warn!("old checkpoints stay: {e}");
+    }
+    let _ = store.set(&key(place, step, "done"), outcome.map_or_else(|e| e, |()| "ok".into()).as_bytes());
+}
+
+fn others(place: &SavePlace, step: u64, store: &dyn Store) -> Result<(), String> {
+    let until = Instant::now() + place.patience;
+    for rank in 0..place.ranks {
+        let left = until.saturating_duration_since(Instant::now());
+        let word = store.get(&key(place, step, &rank.to_string()), left).map_err(|e| format!("rank {rank} did not finish its file: {e}"))?;
+        if !word.is_empty() {
+            return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&word)));
+        }
+    }
+    Ok(())
+}
+
+fn write_file(tmp: &Path, rank: usize, shared: &Shared) -> Result<(), String> {
+    let mut writer = ShardWriter::create(tmp, rank).map_err(|e| e.to_string())?;
+    loop {
+        let mut q = shared.lock();
+        let piece = loop {
+            match q.pieces.pop_front() {
+                Some(piece) => break Some(piece),
+                None if q.closed => break None,
+                None => q = shared.wait(q),
+            }
+        };
+        drop(q);
+        let Some((kind, name, start, values)) = piece else { break };
+        writer.write(kind, &name, start, &values).map_err(|e| e.to_string())?;
+        shared.lock().bytes -= values.len() * 4;
+        shared.changed.notify_all();
+    }
+    writer.finish().map(|_| ()).map_err(|e| e.to_string())
+}
