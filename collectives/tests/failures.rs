@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use zrt_collectives::{Communicator, Error, Health, LocalComm, LocalOptions, Store, Watchdog};
-use zrt_kernels::{DType, HostTask, Stream};
+use zrt_kernels::cpu::Mode;
+use zrt_kernels::{DType, Device, HostTask, Stream};
 
 fn patient() -> LocalOptions {
     LocalOptions { segment_bytes: 128, init_timeout: LONG, train_timeout: LONG, heartbeat_timeout: LONG, ..LocalOptions::default() }
@@ -19,7 +20,7 @@ fn patient() -> LocalOptions {
 fn lost(comm: &LocalComm, result: zrt_collectives::Result<()>) -> Error {
     let error = result.unwrap_err();
     assert_eq!(comm.health(), Health::Lost(error.clone()));
-    assert_eq!(comm.barrier("later", &Inline::default()).unwrap_err(), error);
+    assert_eq!(comm.barrier("later", &*inline()).unwrap_err(), error);
     error
 }
 
@@ -40,9 +41,9 @@ const DIFFERENT: [(Issue, &str); 6] = [
 ];
 
 fn mismatch(comm: &LocalComm, different: (Issue, &str)) {
-    let s = Inline::default();
-    comm.barrier("first", &s).unwrap();
-    let issued = if comm.rank() == 2 { (different.0)(comm, &s) } else { comm.all_reduce(&f32s(8), "x", &s) };
+    let s = &*inline();
+    comm.barrier("first", s).unwrap();
+    let issued = if comm.rank() == 2 { (different.0)(comm, s) } else { comm.all_reduce(&f32s(8), "x", s) };
     let Error::Mismatch { sequence, rank, here, other, there } = lost(comm, issued) else { panic!("no mismatch") };
     let usual = "all_reduce f32[8] 'x'";
     assert_eq!((sequence, rank), (2, comm.rank()));
@@ -67,11 +68,11 @@ fn mismatches_name_both_ranks_on_all_sides() {
 fn roots_and_long_tags_are_compared_whole() {
     let tag = |rank: usize| "x".repeat(200) + if rank == 1 { "1" } else { "0" };
     threads(2, patient(), |comm| {
-        let error = lost(&comm, comm.barrier(&tag(comm.rank()), &Inline::default()));
+        let error = lost(&comm, comm.barrier(&tag(comm.rank()), &*inline()));
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
     });
     threads(2, patient(), |comm| {
-        let error = lost(&comm, comm.broadcast(&f32s(4), comm.rank(), "x", &Inline::default()));
+        let error = lost(&comm, comm.broadcast(&f32s(4), comm.rank(), "x", &*inline()));
         assert!(error.to_string().contains("from rank 0") && error.to_string().contains("from rank 1"), "{error}");
     });
 }
@@ -81,10 +82,10 @@ fn a_late_rank_is_named_with_what_it_did_last() {
     let options = LocalOptions { train_timeout: Duration::from_millis(300), ..patient() };
     let done = std::sync::Barrier::new(3);
     threads(3, options, |comm| {
-        let s = Inline::default();
-        comm.barrier("layers.4", &s).unwrap();
+        let s = &*inline();
+        comm.barrier("layers.4", s).unwrap();
         if comm.rank() != 1 {
-            let error = lost(&comm, comm.all_reduce(&f32s(8), "layers.5", &s));
+            let error = lost(&comm, comm.all_reduce(&f32s(8), "layers.5", s));
             let Error::Timeout { what, culprit, state, .. } = error else { panic!("{error}") };
             assert_eq!((what.as_str(), culprit), ("#2 all_reduce f32[8] 'layers.5'", 1));
             assert_eq!(state, "alive, last completed #1 barrier layers.4");
@@ -96,9 +97,9 @@ fn a_late_rank_is_named_with_what_it_did_last() {
 #[test]
 fn a_rank_that_left_is_named() {
     threads(2, patient(), |comm| {
-        comm.barrier("first", &Inline::default()).unwrap();
+        comm.barrier("first", &*inline()).unwrap();
         if comm.rank() == 0 {
-            let error = lost(&comm, comm.barrier("second", &Inline::default()));
+            let error = lost(&comm, comm.barrier("second", &*inline()));
             assert!(error.to_string().contains("left the group; last completed #1 barrier first"), "{error}");
         }
     });
@@ -112,127 +113,49 @@ fn abort_from_another_thread_ends_all_waits() {
             std::thread::spawn(move || other.abort("loss is NaN")).join().unwrap();
             comm.abort("a later reason");
         }
-        let error = lost(&comm, comm.barrier("wait", &Inline::default()));
+        let error = lost(&comm, comm.barrier("wait", &*inline()));
         assert_eq!(error, Error::Aborted { rank: comm.rank(), by: 1, reason: "loss is NaN".to_string() });
     });
     Processes::start("abort", 3).pass();
-}
-
-/// Loses every task, as a stream does that failed before.
-struct Broken;
-impl Stream for Broken {
-    fn name(&self) -> &str {
-        "broken"
-    }
-    fn record(&self, _: &Arc<dyn zrt_kernels::Event>) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn wait(&self, _: &Arc<dyn zrt_kernels::Event>) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn copy(&self, _: &zrt_kernels::ViewMut, _: &zrt_kernels::View) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn fill(&self, _: &zrt_kernels::ViewMut, _: f32) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn write(&self, _: &zrt_kernels::ViewMut, _: &str, _: zrt_kernels::device::HostSource) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn read(&self, _: &zrt_kernels::View) -> zrt_kernels::Result<zrt_kernels::Readback> {
-        unreachable!("not used by these tests")
-    }
-    fn host(&self, _: HostTask) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn sync(&self) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
 }
 
 #[test]
 fn a_collective_that_never_runs_ends_the_group() {
     threads(2, patient(), |comm| {
         let error = if comm.rank() == 0 {
-            comm.barrier("lost", &Broken).unwrap();
-            lost(&comm, comm.barrier("next", &Inline::default()))
+            let device = device(Mode::Threaded);
+            let failing = device.stream("failing").unwrap();
+            let (go, wait) = mpsc::channel::<()>();
+            let run = Box::new(move || {
+                wait.recv().unwrap();
+                Err(zrt_kernels::Error::Race("a test".to_string()))
+            });
+            failing.host(HostTask { name: "fails".into(), reads: vec![], writes: vec![], run }).unwrap();
+            comm.barrier("lost", &*failing).unwrap();
+            go.send(()).unwrap();
+            assert!(failing.sync().is_err());
+            lost(&comm, comm.barrier("next", &*inline()))
         } else {
-            lost(&comm, comm.barrier("lost", &Inline::default()))
+            lost(&comm, comm.barrier("lost", &*inline()))
         };
         assert!(matches!(&error, Error::Aborted { by: 0, reason, .. } if reason.contains("#1 barrier 'lost' was issued")), "{error}");
     });
 }
 
-/// Runs tasks on a thread of its own, so that streams of one rank overlap.
-struct Threaded(mpsc::Sender<HostTask>, std::sync::Mutex<Option<std::thread::JoinHandle<()>>>);
-impl Threaded {
-    fn new(delay: Duration) -> Threaded {
-        let (send, receive) = mpsc::channel::<HostTask>();
-        let thread = std::thread::spawn(move || {
-            for task in receive {
-                std::thread::sleep(delay);
-                (task.run)().unwrap();
-            }
-        });
-        Threaded(send, Some(thread).into())
-    }
-    fn finish(self) {
-        let thread = self.1.lock().unwrap().take().unwrap();
-        drop(self.0);
-        thread.join().unwrap();
-    }
-    fn task(&self, task: HostTask) {
-        self.0.send(task).unwrap();
-    }
-}
-
-struct On<'a>(&'a Threaded);
-impl Stream for On<'_> {
-    fn name(&self) -> &str {
-        "threaded"
-    }
-    fn record(&self, _: &Arc<dyn zrt_kernels::Event>) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn wait(&self, _: &Arc<dyn zrt_kernels::Event>) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn copy(&self, _: &zrt_kernels::ViewMut, _: &zrt_kernels::View) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn fill(&self, _: &zrt_kernels::ViewMut, _: f32) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn write(&self, _: &zrt_kernels::ViewMut, _: &str, _: zrt_kernels::device::HostSource) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-    fn read(&self, _: &zrt_kernels::View) -> zrt_kernels::Result<zrt_kernels::Readback> {
-        unreachable!("not used by these tests")
-    }
-    fn host(&self, task: HostTask) -> zrt_kernels::Result<()> {
-        self.0.task(task);
-        Ok(())
-    }
-    fn sync(&self) -> zrt_kernels::Result<()> {
-        Ok(())
-    }
-}
-
-/// Rank 0's gather stream is slow and rank 1's reduce stream is: without numbering they would meet in different orders.
+/// Two streams of random speed: without numbering, ranks would meet in different orders.
 #[test]
 fn calls_run_in_the_order_they_were_issued_over_streams() {
     threads(2, patient(), |comm| {
-        let slow = Duration::from_millis(3);
-        let (fast, late) = (Threaded::new(Duration::ZERO), Threaded::new(slow));
-        let (gather, reduce) = if comm.rank() == 0 { (&late, &fast) } else { (&fast, &late) };
+        let device = device(Mode::Chaos { seed: comm.rank() as u64 });
+        let (gather, reduce) = (device.stream("gather").unwrap(), device.stream("reduce").unwrap());
         let sums: Vec<_> = (0..20).map(|i| filled(DType::I32, 50, (0..50).map(move |j| i + j))).collect();
         let wholes: Vec<_> = (0..20).map(|_| filled(DType::I32, 100, std::iter::empty())).collect();
         for (sum, whole) in sums.iter().zip(&wholes) {
-            comm.all_reduce(sum, "grad", &On(reduce)).unwrap();
-            comm.all_gather(whole, &filled(DType::I32, 50, 7..57), "weights", &On(gather)).unwrap();
+            comm.all_reduce(sum, "grad", &*reduce).unwrap();
+            comm.all_gather(whole, &filled(DType::I32, 50, 7..57), "weights", &*gather).unwrap();
         }
-        fast.finish();
-        late.finish();
+        gather.sync().unwrap();
+        reduce.sync().unwrap();
         for (i, sum) in sums.iter().enumerate() {
             assert_eq!(get(sum), (0..50).map(|j| 2 * (i as u32 + j)).collect::<Vec<_>>());
         }
@@ -339,7 +262,7 @@ fn child_rank() {
     let heartbeat_timeout = Duration::from_secs(1);
     let options = LocalOptions { heartbeat_timeout, segment_bytes: 4096, ..patient() };
     let comm = LocalComm::join(&store, rank, ranks, options).unwrap();
-    let s = Inline::default();
+    let s = &*inline();
     if let Some(kind) = case.strip_prefix("mismatch ") {
         return mismatch(&comm, DIFFERENT[kind.parse::<usize>().unwrap()]);
     }
@@ -347,18 +270,18 @@ fn child_rank() {
         if rank == 1 {
             comm.abort("loss is NaN");
         }
-        let error = lost(&comm, comm.barrier("wait", &s));
+        let error = lost(&comm, comm.barrier("wait", s));
         assert_eq!(error, Error::Aborted { rank, by: 1, reason: "loss is NaN".to_string() });
         return;
     }
-    comm.barrier("first", &s).unwrap();
+    comm.barrier("first", s).unwrap();
     store.set(&format!("running {rank}"), &[]).unwrap();
     if case == format!("wait for {rank}") {
         std::thread::sleep(LONG);
     }
     let data = f32s(100_000);
     let error = loop {
-        if let Err(error) = comm.all_reduce(&data, "grad", &s) {
+        if let Err(error) = comm.all_reduce(&data, "grad", s) {
             break lost(&comm, Err(error));
         }
     };

@@ -5,7 +5,8 @@ mod common;
 use common::*;
 use proptest::prelude::*;
 use zrt_collectives::{Communicator, LocalComm, LocalOptions};
-use zrt_kernels::DType;
+use zrt_kernels::cpu::Mode;
+use zrt_kernels::{DType, Device, Stream};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
 
@@ -15,19 +16,19 @@ fn tiny() -> LocalOptions {
 }
 
 fn body(comm: &dyn Communicator) {
-    let s = Inline::default();
+    let s = &*inline();
     for dtype in DTYPES {
         for part in [0, 1, 3, 17, 64, 333] {
-            compare_all(comm, &s, dtype, part);
+            compare_all(comm, s, dtype, part);
         }
     }
     // Above the length from which shares are summed: many segments of two kinds of steps.
-    compare_all(comm, &s, DType::F32, 5003);
-    shared_pages(comm, &s);
+    compare_all(comm, s, DType::F32, 5003);
+    shared_pages(comm, s);
 }
 
 /// Each rank writes its stripe; after a barrier all see all.
-fn shared_pages(comm: &dyn Communicator, s: &Inline) {
+fn shared_pages(comm: &dyn Communicator, s: &dyn Stream) {
     let (rank, ranks) = (comm.rank(), comm.ranks());
     for round in 0..3 {
         let elems = 1000 * ranks;
@@ -60,13 +61,24 @@ fn processes_match_the_definition() {
 #[test]
 fn default_segments_match_the_definition() {
     let options = LocalOptions::default();
-    threads(3, options, |comm| compare_all(&*comm, &Inline::default(), DType::BF16, 100_003));
+    threads(3, options, |comm| compare_all(&*comm, &*inline(), DType::BF16, 100_003));
+}
+
+/// Streams of their own threads, with random delays: the host runs far ahead of the collectives.
+#[test]
+fn asynchronous_streams_match_the_definition() {
+    for mode in [Mode::Threaded, Mode::Chaos { seed: 7 }] {
+        threads(3, tiny(), |comm| {
+            let device = device(mode);
+            compare_all(&*comm, &*device.stream("comm").unwrap(), DType::F32, 33);
+        });
+    }
 }
 
 #[test]
 fn many_ranks() {
-    threads(64, tiny(), |comm| compare_all(&*comm, &Inline::default(), DType::F32, 5));
-    threads(33, tiny(), |comm| compare_all(&*comm, &Inline::default(), DType::BF16, 130));
+    threads(64, tiny(), |comm| compare_all(&*comm, &*inline(), DType::F32, 5));
+    threads(33, tiny(), |comm| compare_all(&*comm, &*inline(), DType::BF16, 130));
     let error = zrt_collectives::LocalGroup::threads(65, tiny()).err().unwrap();
     assert!(error.to_string().contains("expected 1 to 64"), "{error}");
 }
@@ -80,13 +92,13 @@ fn no_pages_when_turned_off() {
 #[test]
 fn counts_are_the_minimum_of_the_algorithms() {
     threads(4, tiny(), |comm| {
-        let s = Inline::default();
+        let s = &*inline();
         let whole = filled(DType::F32, 400, std::iter::empty());
         let part = filled(DType::F32, 100, std::iter::empty());
-        comm.all_gather(&whole, &part, "", &s).unwrap();
-        comm.reduce_scatter(&part, &whole, "", &s).unwrap();
-        comm.all_reduce(&whole, "", &s).unwrap();
-        comm.barrier("", &s).unwrap();
+        comm.all_gather(&whole, &part, "", s).unwrap();
+        comm.reduce_scatter(&part, &whole, "", s).unwrap();
+        comm.all_reduce(&whole, "", s).unwrap();
+        comm.barrier("", s).unwrap();
         let counts = comm.counts();
         assert_eq!((counts.all_gather, counts.reduce_scatter, counts.all_reduce, counts.barrier), (1, 1, 1, 1));
         // 1600 bytes x 3/4, once, once, and twice.
@@ -97,19 +109,19 @@ fn counts_are_the_minimum_of_the_algorithms() {
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     threads(1, tiny(), |comm| {
-        let s = Inline::default();
+        let s = &*inline();
         let four = filled(DType::F32, 4, std::iter::empty());
         let three = filled(DType::F32, 3, std::iter::empty());
         let short = filled(DType::BF16, 4, std::iter::empty());
         let text = |r: zrt_collectives::Result<()>| r.unwrap_err().to_string();
-        assert!(text(comm.all_gather(&four, &three, "t", &s)).contains("dst has 4 elements, expected 1 ranks x 3 of src"));
-        assert!(text(comm.reduce_scatter(&four, &short, "t", &s)).contains("dst is f32, src is bf16"));
-        assert!(text(comm.all_to_all(&four, &three, "t", &s)).contains("expected equal"));
-        assert!(text(comm.broadcast(&four, 1, "t", &s)).contains("root is 1, expected a rank below 1"));
+        assert!(text(comm.all_gather(&four, &three, "t", s)).contains("dst has 4 elements, expected 1 ranks x 3 of src"));
+        assert!(text(comm.reduce_scatter(&four, &short, "t", s)).contains("dst is f32, src is bf16"));
+        assert!(text(comm.all_to_all(&four, &three, "t", s)).contains("expected equal"));
+        assert!(text(comm.broadcast(&four, 1, "t", s)).contains("root is 1, expected a rank below 1"));
         let (a, b) = (four.slice(0, 3).unwrap(), four.slice(1, 3).unwrap());
-        assert!(text(comm.all_gather(&a, &b, "t", &s)).contains("overlap"));
+        assert!(text(comm.all_gather(&a, &b, "t", s)).contains("overlap"));
         assert_eq!(comm.counts(), Default::default(), "a refused call is not a call");
-        comm.barrier("still good", &s).unwrap();
+        comm.barrier("still good", s).unwrap();
     });
 }
 
@@ -117,7 +129,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn any_length_any_segment(ranks in 1usize..=9, part in 0usize..700, segment_bytes in 1usize..5000, kind in 0usize..4) {
-        threads(ranks, LocalOptions { segment_bytes, ..tiny() }, |comm| compare_all(&*comm, &Inline::default(), DTYPES[kind], part));
+        threads(ranks, LocalOptions { segment_bytes, ..tiny() }, |comm| compare_all(&*comm, &*inline(), DTYPES[kind], part));
     }
 }
 

@@ -168,6 +168,12 @@ struct Ticket {
     ran: bool,
 }
 
+impl Ticket {
+    fn finish(&mut self) {
+        self.ran = true;
+    }
+}
+
 impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.ran {
@@ -228,8 +234,10 @@ impl LocalComm {
         let pinned = Pinned { operands, _views: (src.cloned(), dst.cloned()) };
         let (stream, task) = (s.name().to_string(), name.clone());
         let run = move || {
-            ticket.ran = true;
-            pinned.run(&ticket).map_err(|error| zrt_kernels::Error::Task { stream, task, why: error.to_string() })
+            let done = pinned.run(&ticket);
+            // Not before: a panic on the way drops the ticket as one that never ran.
+            ticket.finish();
+            done.map_err(|error| zrt_kernels::Error::Task { stream, task, why: error.to_string() })
         };
         let (reads, writes) = (src.into_iter().cloned().collect(), dst.into_iter().cloned().collect());
         s.host(HostTask { name: name.into(), reads, writes, run: Box::new(run) }).map_err(|error| {

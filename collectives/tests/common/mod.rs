@@ -1,75 +1,33 @@
-//! What the tests share: memory and a stream small enough to trust, ranks as threads or as processes, and the body that
+//! What the tests share: memory and streams of the CPU device, ranks as threads or as processes, and the body that
 //! compares every collective with its definition, one element at a time.
 #![allow(dead_code)]
 
 use half::bf16;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use zrt_collectives::{Communicator, LocalComm, LocalGroup, LocalOptions, Secret, ServerOptions, TcpStore, TcpStoreServer};
-use zrt_kernels::memory::Mapping;
-use zrt_kernels::{Buffer, DType, Error, Event, HostTask, Place, Readback, Result, Stream, View, ViewMut};
+use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
+use zrt_kernels::{Buffer, Category, DType, Device, Place, Stream, View, ViewMut};
 
 /// Far more than anything needs; a test that takes this long has hung.
 pub const LONG: Duration = Duration::from_secs(120);
 
-struct Heap(*mut u8, usize);
-unsafe impl Send for Heap {}
-unsafe impl Sync for Heap {}
-unsafe impl Mapping for Heap {
-    fn base(&self) -> *mut u8 {
-        self.0
-    }
-    fn bytes(&self) -> usize {
-        self.1
-    }
+/// A CPU device with one thread.
+pub fn device(mode: Mode) -> Arc<CpuDevice> {
+    CpuDevice::new(CpuOptions { threads: 1, mode, ..CpuOptions::default() }).unwrap()
 }
-impl Drop for Heap {
-    fn drop(&mut self) {
-        drop(unsafe { Vec::from_raw_parts(self.0.cast::<u64>(), 0, self.1.div_ceil(8) + 1) });
-    }
+
+/// A stream that runs every task at once.
+pub fn inline() -> Arc<dyn Stream> {
+    device(Mode::Inline).stream("inline").unwrap()
 }
 
 /// Zeroed memory of `bytes`.
 pub fn buffer(bytes: usize) -> Buffer {
-    let words = vec![0u64; bytes.div_ceil(8) + 1];
-    let base = Box::leak(words.into_boxed_slice()).as_mut_ptr().cast();
-    Buffer::from_mapping("test", Place::Device, Box::new(Heap(base, bytes)))
-}
-
-/// Runs every task at once; keeps its first error.
-#[derive(Default)]
-pub struct Inline(Mutex<Option<Error>>);
-
-impl Stream for Inline {
-    fn name(&self) -> &str {
-        "inline"
-    }
-    fn record(&self, _: &Arc<dyn Event>) -> Result<()> {
-        Ok(())
-    }
-    fn wait(&self, _: &Arc<dyn Event>) -> Result<()> {
-        Ok(())
-    }
-    fn copy(&self, _: &ViewMut, _: &View) -> Result<()> {
-        unreachable!("not used by these tests")
-    }
-    fn fill(&self, _: &ViewMut, _: f32) -> Result<()> {
-        unreachable!("not used by these tests")
-    }
-    fn write(&self, _: &ViewMut, _: &str, _: zrt_kernels::device::HostSource) -> Result<()> {
-        unreachable!("not used by these tests")
-    }
-    fn read(&self, _: &View) -> Result<Readback> {
-        unreachable!("not used by these tests")
-    }
-    fn host(&self, task: HostTask) -> Result<()> {
-        self.sync()?;
-        (task.run)().inspect_err(|e| *self.0.lock().unwrap() = Some(e.clone()))
-    }
-    fn sync(&self) -> Result<()> {
-        self.0.lock().unwrap().clone().map_or(Ok(()), Err)
-    }
+    static DEVICE: OnceLock<Arc<CpuDevice>> = OnceLock::new();
+    let device = DEVICE.get_or_init(|| device(Mode::Inline));
+    device.alloc("test", bytes, Place::Device, Category::Workspace).unwrap()
 }
 
 /// An element as its 32 bits, so that one body serves all types.
