@@ -16,6 +16,8 @@ pub mod float;
 pub(crate) mod heap;
 mod info;
 pub mod linear;
+#[cfg(test)]
+mod linear_tests;
 pub mod lora;
 pub mod loss;
 pub mod matmul;
