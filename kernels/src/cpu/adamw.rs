@@ -95,3 +95,94 @@ pub fn update(pool: &Pool, t: State, scale: f32, hp: AdamW) {
     let f = Factors::new(hp);
     for_each_item(pool, t.param.elems(), |start, end| item(pool.isa(), start, end, t, scale, f));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::reference::{Values, on_every_pool};
+    use super::*;
+
+    const HP: AdamW = AdamW { lr: 2e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step: 1 };
+
+    fn state(p: &mut [f32], m: &mut [f32], v: &mut [f32], copy: Option<&mut Values>, g: &mut [f32]) -> State {
+        State { param: Raw::new(p), m: Raw::new(m), v: Raw::new(v), copy_out: copy.map(|c| c.operand()), g: Raw::new(g) }
+    }
+
+    /// Four steps of `torch.optim.AdamW(lr=2e-3 * (1 - 0.2 i), weight_decay=0.1, foreach=False)` of PyTorch 2.15 on f32.
+    #[test]
+    fn follows_torch() {
+        let gradients =
+            [[0.1, -2.0, 1e-4, 0.0, 3.0], [-0.05, 1.5, 2e-4, 0.0, -1e-3], [0.3, 0.25, -1e-4, 0.0, 40.0], [1e-6, -0.7, 5e-5, 0.0, 0.02]];
+        let golden: [[f32; 5]; 4] = [
+            [0.497_900_01, -1.247_75, 0.000_999_600_16, 1.999_600_1, -0.751_85],
+            [0.497_394_2, -1.247_407_6, -0.000_544_753_4, 1.999_280_2, -0.752_801_4],
+            [0.496_529_9, -1.247_251_7, -0.001_048_759_6, 1.999_040_4, -0.753_522],
+            [0.496_050_8, -1.247_023_8, -0.001_411_433, 1.998_880_5, -0.753_904_76],
+        ];
+        let (m_golden, v_golden) =
+            ([0.030_240_102, -0.0718, 1.948_999_9e-5, 0.0, 3.820_619], [0.000_102_375_045, 0.006_785_952, 6.238_007e-11, 0.0, 1.607_373_5]);
+        let pool = Pool::new(1).unwrap();
+        let (mut p, mut m, mut v) = ([0.5f32, -1.25, 3e-3, 2.0, -0.75], [0f32; 5], [0f32; 5]);
+        for (i, (g, want)) in gradients.iter().zip(golden).enumerate() {
+            let hp = AdamW { lr: 2e-3 * (1.0 - 0.2 * i as f32), step: i as u64 + 1, ..HP };
+            // Half the gradient, twice the scale: exact.
+            let mut g = g.map(|g| g / 2.0);
+            update(&pool, state(&mut p, &mut m, &mut v, None, &mut g), 2.0, hp);
+            for (got, want) in p.iter().zip(want) {
+                // A parameter moves by about lr a step; torch groups the decay and the first moment otherwise, which is
+                // another rounding (6e-8 relative) of each.
+                assert!((got - want).abs() <= 2e-7 * want.abs() + 1e-6 * hp.lr, "step {i}: {got} instead of {want}");
+            }
+        }
+        for (got, want) in m.iter().zip(m_golden).chain(v.iter().zip(v_golden)) {
+            assert!((got - want).abs() <= 3e-7 * want.abs(), "{got} instead of {want}");
+        }
+    }
+
+    fn wide(n: usize, seed: u32) -> Vec<f32> {
+        let (x, e) = (Values::random(n, false, seed).f32s(), Values::random(n, false, seed + 100).f32s());
+        let mut x: Vec<f32> = x.iter().zip(e).map(|(x, e)| x * 2f32.powi((e * 25.0) as i32)).collect();
+        x[..6].copy_from_slice(&[0.0, -0.0, 1e-40, -1e-44, f32::MIN_POSITIVE, 1e15]);
+        x
+    }
+
+    #[test]
+    fn every_instruction_set_and_the_scalar_sequence_give_the_same_bits() {
+        let n = 3 * 64 * BLOCK + 77;
+        let (p0, m0, v0, g0) = (wide(n, 1), wide(n, 2), wide(n, 3).iter().map(|v| v.abs()).collect::<Vec<_>>(), wide(n, 4));
+        let hp = AdamW { step: 17, ..HP };
+        let scale = 0.37f32;
+        // The sequence of the contract, written out again.
+        let (bc1, bc2) = (1.0 - 0.9f64.powi(17), 1.0 - 0.999f64.powi(17));
+        let step = (f64::from(2e-3f32.to_string().parse::<f64>().unwrap()) / bc1) as f32;
+        let (mut p1, mut m1, mut v1) = (p0.clone(), m0.clone(), v0.clone());
+        for i in 0..n {
+            let g = g0[i] * scale + 0.0;
+            p1[i] -= p1[i] * hp.lr * hp.weight_decay;
+            m1[i] = 0.9 * m1[i] + (1.0 - 0.9f64) as f32 * g;
+            v1[i] = 0.999 * v1[i] + (1.0 - 0.999f64) as f32 * (g * g);
+            p1[i] -= step * m1[i] / (v1[i].sqrt() / bc2.sqrt() as f32 + hp.eps);
+        }
+        for bf16 in [false, true] {
+            let want_copy = Values::new(p1.clone(), bf16).f32s();
+            for got in on_every_pool(|pool| {
+                let (mut p, mut m, mut v, mut g) = (p0.clone(), m0.clone(), v0.clone(), g0.clone());
+                let mut copy = Values::new(vec![f32::NAN; n], bf16);
+                update(pool, state(&mut p, &mut m, &mut v, Some(&mut copy), &mut g), scale, hp);
+                vec![p, m, v, copy.f32s()]
+            }) {
+                for (got, want) in got.iter().zip([&p1, &m1, &v1, &want_copy]) {
+                    assert!(got.iter().zip(want.iter()).all(|(a, b)| a.to_bits() == b.to_bits()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_scale_that_is_nan_changes_nothing() {
+        let pool = Pool::new(1).unwrap();
+        let (mut p, mut m, mut v, mut g) = ([1.5f32; 300], [0.25f32; 300], [0.5f32; 300], [f32::NAN; 300]);
+        let mut copy = Values::new(vec![0.0; 300], true);
+        update(&pool, state(&mut p, &mut m, &mut v, Some(&mut copy), &mut g), f32::NAN, HP);
+        assert_eq!((p, m, v, copy.f32s()), ([1.5; 300], [0.25; 300], [0.5; 300], vec![1.5; 300]));
+    }
+}

@@ -584,7 +584,6 @@ const _: () = {
 mod tests {
     use super::super::reference::{self, Values};
     use super::*;
-    use std::sync::Arc;
 
     struct Case {
         documents: Vec<usize>,
@@ -629,9 +628,7 @@ mod tests {
     }
 
     /// Results as stored, converted to f32: o, lse, dq, dk, dv.
-    type Results = [Vec<f32>; 5];
-
-    fn run(pool: &Arc<Pool>, case: &Case, x: &mut Inputs) -> Results {
+    fn run(pool: &Pool, case: &Case, x: &mut Inputs) -> Vec<Vec<f32>> {
         let (tokens, shape) = (case.tokens(), case.shape);
         let (mut o, mut dq, mut dk, mut dv) = (x.q.like(), x.q.like(), x.k.like(), x.k.like());
         let mut lse = vec![f32::NAN; tokens * shape.heads];
@@ -653,7 +650,7 @@ mod tests {
             work: Raw::new(&mut work),
         };
         backward(pool, bw, &bounds, case.documents.len(), tokens, shape).unwrap();
-        [o.f32s(), lse, dq.f32s(), dk.f32s(), dv.f32s()]
+        vec![o.f32s(), lse, dq.f32s(), dk.f32s(), dv.f32s()]
     }
 
     /// Naive attention in f64, document by document, row by row: o, lse.
@@ -684,30 +681,21 @@ mod tests {
         (o, lse)
     }
 
-    /// Against the naive function and its differences; the same bits with 1, 2 and 3 threads.
+    /// Against the naive function and its differences.
     fn check(case: &Case, bf16: bool) {
         let mut x = inputs(case, bf16, 7);
         let (q, k, v, dout) = (x.q.f64s(), x.k.f64s(), x.v.f64s(), x.dout.f64s());
         let (o, lse) = naive(case, &q, &k, &v);
-        let mut reference: Option<Results> = None;
-        for isa in Isa::available() {
-            let mut all: Vec<Results> = Vec::new();
-            for threads in [1, 2, 3] {
-                all.push(run(&Pool::with_isa(threads, isa).unwrap(), case, &mut x));
-            }
-            for other in &all[1..] {
-                for (a, b) in all[0].iter().zip(other) {
-                    assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "threads change bits");
-                }
-            }
-            let [got_o, got_lse, dq, dk, dv] = &all[0];
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for got in reference::on_every_pool(|pool| run(pool, case, &mut x)) {
+            let [got_o, got_lse, dq, dk, dv] = &got[..] else { unreachable!() };
             // f32: sums of up to 200 products in f32. bf16: one rounding of the output, 2^-9.
             let close = if bf16 { 4e-3 } else { 2e-6 };
             reference::assert_close("o", got_o, &o, close);
             // lse is f32 whatever the storage.
             reference::assert_close("lse", got_lse, &lse, 2e-6);
             // Differences of the slow function once; the other instruction sets are compared with the first.
-            let Some(first) = &reference else {
+            let Some(first) = &first else {
                 // In bf16 the forward output, from which backward starts, is rounded too.
                 let tolerance = if bf16 { 3e-2 } else { 2e-5 };
                 for (name, grad, which) in [("dq", dq, 0), ("dk", dk, 1), ("dv", dv, 2)] {
@@ -717,15 +705,18 @@ mod tests {
                         naive(case, at[0], at[1], at[2]).0.iter().zip(&dout).map(|(o, g)| o * g).sum()
                     });
                 }
-                reference = Some(all.swap_remove(0));
+                first = Some(got);
                 continue;
             };
             for (name, i) in [("dq", 2), ("dk", 3), ("dv", 4)] {
                 // As the outputs, with one more level of sums; noise of gradients that vanish is of the order of 1e-6.
                 let want: Vec<f64> = first[i].iter().map(|x| f64::from(*x)).collect();
                 let largest = want.iter().fold(1f64, |m, x| m.max(x.abs()));
-                for (got, want) in all[0][i].iter().zip(&want) {
-                    assert!((f64::from(*got) - want).abs() <= if bf16 { 2e-2 } else { 1e-5 } * largest, "{name} by {}", isa.name());
+                for (got, want) in got[i].iter().zip(&want) {
+                    assert!(
+                        (f64::from(*got) - want).abs() <= if bf16 { 2e-2 } else { 1e-5 } * largest,
+                        "{name} by another instruction set"
+                    );
                 }
             }
         }

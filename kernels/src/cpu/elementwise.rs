@@ -114,3 +114,55 @@ pub fn clear(pool: &Pool, x: Raw<f32>) {
         unsafe { x.slice(start, end - start) }.fill(0.0);
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::reference::{Values, on_every_pool};
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn each_element_is_rounded_once() {
+        for (elems, bf16) in [(1, false), (GRAIN + 259, false), (3 * GRAIN + 5, true)] {
+            let (mut x, y) = (Values::random(elems, bf16, 1), Values::random(elems, bf16, 2));
+            let stored = |v: Vec<f32>| Values::new(v, bf16).f32s();
+            let sum = stored(x.f32s().iter().zip(y.f32s()).map(|(x, y)| x + y).collect());
+            let scaled = stored(x.f32s().iter().map(|x| x * 0.3).collect());
+            for got in on_every_pool(|pool| {
+                let (mut a, mut b) = (y.clone(), x.clone());
+                add_into(pool, a.operand(), x.operand());
+                scale(pool, b.operand(), 0.3);
+                let (mut narrow, mut wide) = (Values::new(vec![0.0; elems], true), Values::new(vec![0.0; elems], false));
+                cast(pool, narrow.operand(), x.operand());
+                cast(pool, wide.operand(), x.operand());
+                vec![a.f32s(), b.f32s(), narrow.f32s(), wide.f32s()]
+            }) {
+                assert_eq!((&got[0], &got[1]), (&sum, &scaled));
+                assert_eq!(got[2], Values::new(x.f32s(), true).f32s());
+                assert_eq!(got[3], x.f32s());
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_exact_to_one_rounding() {
+        let x = Values::random(10_001, false, 3).f32s();
+        let exact: f64 = x.iter().map(|x| f64::from(*x)).sum();
+        assert_eq!(sum(&x), exact as f32);
+        assert_eq!(sum(&[]).to_bits(), 0);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_counted() {
+        let mut x = vec![f32::MAX; GRAIN + 700];
+        for (i, bad) in [(0, f32::NAN), (GRAIN - 1, f32::INFINITY), (GRAIN + 699, f32::NEG_INFINITY), (300, -f32::NAN)] {
+            x[i] = bad;
+        }
+        let mut y: Vec<bf16> = x.iter().map(|x| bf16::from_f32(if *x == f32::MAX { 1.0 } else { *x })).collect();
+        for threads in [1, 3] {
+            let pool = Pool::new(threads).unwrap();
+            assert_eq!(count_nonfinite(&pool, Operand::F32(Raw::new(&mut x))), 4);
+            assert_eq!(count_nonfinite(&pool, Operand::Bf16(Raw::new(&mut y))), 4);
+        }
+    }
+}

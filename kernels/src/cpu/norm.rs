@@ -188,3 +188,79 @@ pub fn backward(pool: &Pool, t: Backward, rows: usize, cols: usize) {
         }
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::reference::{Values, assert_close, assert_gradient, on_every_pool, rounding};
+    use super::*;
+
+    const EPS: f32 = 1e-5;
+
+    fn naive(x: &[f64], w: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let rows = x.chunks(w.len());
+        let rstd: Vec<f64> =
+            rows.clone().map(|r| 1.0 / (r.iter().map(|x| x * x).sum::<f64>() / w.len() as f64 + f64::from(EPS)).sqrt()).collect();
+        let y = rows.zip(&rstd).flat_map(|(r, s)| r.iter().zip(w).map(move |(x, w)| x * s * w)).collect();
+        (y, rstd)
+    }
+
+    fn check(rows: usize, cols: usize, bf16: bool) {
+        let make = |n, seed| Values::random(n, bf16, seed);
+        let (mut x, mut w, mut dy) = (make(rows * cols, 1), make(cols, 2), make(rows * cols, 3));
+        let (before, wbefore) = (make(rows * cols, 4), Values::random(cols, false, 5));
+        let (xs, ws, dys) = (x.f64s(), w.f64s(), dy.f64s());
+        let (y, rstd) = naive(&xs, &ws);
+        let loss = |x: &[f64], w: &[f64]| naive(x, w).0.iter().zip(&dys).map(|(y, d)| y * d).sum::<f64>();
+        for got in on_every_pool(|pool| {
+            let (mut y, mut rstd) = (x.like(), vec![f32::NAN; rows]);
+            forward(pool, y.operand(), Raw::new(&mut rstd), x.operand(), w.operand(), EPS, rows, cols);
+            let mut in_place = x.clone();
+            let handle = in_place.operand();
+            forward(pool, handle, Raw::new(&mut rstd), handle, w.operand(), EPS, rows, cols);
+            assert_eq!(y.f32s(), in_place.f32s());
+
+            let (mut dx, mut dw) = (x.like(), vec![f32::NAN; cols]);
+            let mut partial = vec![f32::NAN; workspace_elems(rows, cols)];
+            let t = Backward {
+                dx: Some((dx.operand(), Write::Set)),
+                dweight: Some((Raw::new(&mut dw), Write::Set)),
+                dy: dy.operand(),
+                x: x.operand(),
+                rstd: Raw::new(&mut rstd),
+                weight: w.operand(),
+                partial: Raw::new(&mut partial),
+            };
+            backward(pool, t, rows, cols);
+            let (mut dx_added, Values::F32(mut dw_added)) = (before.clone(), wbefore.clone()) else { unreachable!() };
+            let dweight = Some((Raw::new(&mut dw_added), Write::Add));
+            backward(pool, Backward { dx: Some((dx_added.operand(), Write::Add)), dweight, ..t }, rows, cols);
+            // Without the weight's gradient, in place.
+            let mut in_place = dy.clone();
+            let handle = in_place.operand();
+            backward(pool, Backward { dx: Some((handle, Write::Set)), dweight: None, dy: handle, ..t }, rows, cols);
+            assert_eq!(dx.f32s(), in_place.f32s());
+            vec![y.f32s(), rstd, dx.f32s(), dw, dx_added.f32s(), dw_added]
+        }) {
+            assert_close("y", &got[0], &y, rounding(bf16));
+            assert_close("rstd", &got[1], &rstd, 1e-6);
+            // bf16: errors of one rounding each, 2^-9 relative to the element; f32: of sums over a row.
+            let tolerance = if bf16 { 5e-3 } else { 3e-6 };
+            assert_gradient("dx", &got[2], &xs, tolerance, |x| loss(x, &ws));
+            // Sums over all rows in f32, whatever the storage.
+            assert_gradient("dweight", &got[3], &ws, 3e-6, |w| loss(&xs, w));
+            let sum = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) + f64::from(*b)).collect::<Vec<_>>();
+            // The sum is rounded once; in bf16 the set gradient was rounded before, too.
+            assert_close("dx added", &got[4], &sum(&got[2], &before.f32s()), if bf16 { 8e-3 } else { 1e-6 });
+            assert_close("dweight added", &got[5], &sum(&got[3], &wbefore.f32s()), 1e-6);
+        }
+    }
+
+    #[test]
+    fn matches_the_naive_function_and_its_differences() {
+        for bf16 in [false, true] {
+            for (rows, cols) in [(1, 1), (7, 576), (9, 301), (700, 16), (130, 64), (33, 130)] {
+                check(rows, cols, bf16);
+            }
+        }
+    }
+}

@@ -1,6 +1,8 @@
 //! What tests of operations share: operands with storage of either type, and comparison with an `f64` reference.
 
 use super::operand::{Operand, Raw};
+use super::pool::Pool;
+use super::simd::Isa;
 use crate::philox::{normal_pair, philox4x32};
 use half::bf16;
 
@@ -95,4 +97,25 @@ pub fn assert_gradient(what: &str, got: &[f32], x: &[f64], tolerance: f64, f: im
         let got: f64 = terms().sum();
         assert!((got - want).abs() <= tolerance * (norm + floor), "{what}: {got} along a direction, expected {want} (norm {norm})");
     }
+}
+
+/// Results of `run` on every instruction set, each asserted to have the same bits with 1, 2 and 3 threads.
+pub fn on_every_pool(mut run: impl FnMut(&Pool) -> Vec<Vec<f32>>) -> Vec<Vec<Vec<f32>>> {
+    let mut each = Vec::new();
+    for isa in Isa::available() {
+        let mut by_threads = [1, 2, 3].map(|threads| run(&Pool::with_isa(threads, isa).unwrap()));
+        let [one, rest @ ..] = &by_threads;
+        for other in rest {
+            for (a, b) in one.iter().zip(other) {
+                assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{}: threads change bits", isa.name());
+            }
+        }
+        each.push(std::mem::take(&mut by_threads[0]));
+    }
+    each
+}
+
+/// Relative error of one rounding to the storage type, and a little for the f32 arithmetic before it.
+pub fn rounding(bf16: bool) -> f64 {
+    if bf16 { 4e-3 } else { 1e-6 }
 }
