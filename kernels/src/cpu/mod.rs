@@ -186,3 +186,5 @@ pub(crate) fn device_info(kind: &'static str, threads: usize) -> DeviceInfo {
 
 #[cfg(test)]
 mod device_tests;
+#[cfg(test)]
+mod ops_tests;
