@@ -79,7 +79,7 @@ fn roots_and_long_tags_are_compared_whole() {
 
 #[test]
 fn a_late_rank_is_named_with_what_it_did_last() {
-    let options = LocalOptions { train_timeout: Duration::from_millis(300), ..patient() };
+    let options = LocalOptions { train_timeout: Duration::from_secs(2), ..patient() };
     let done = std::sync::Barrier::new(3);
     threads(3, options, |comm| {
         let s = &*inline();
@@ -245,7 +245,7 @@ fn a_rank_that_never_comes_is_named_at_the_start() {
 fn ranks_with_different_options_do_not_meet() {
     let store = zrt_collectives::MemoryStore::new();
     std::thread::scope(|scope| {
-        let quick = LocalOptions { init_timeout: Duration::from_secs(2), ..patient() };
+        let quick = LocalOptions { init_timeout: Duration::from_secs(5), ..patient() };
         let other = LocalOptions { segment_bytes: 1 << 20, ..quick.clone() };
         let zero = scope.spawn(|| LocalComm::join(&store, 0, 2, quick).map(|_| ()));
         let error = LocalComm::join(&store, 1, 2, other).err().unwrap().to_string();
@@ -259,7 +259,7 @@ fn ranks_with_different_options_do_not_meet() {
 #[ignore = "started by other tests, as a rank"]
 fn child_rank() {
     let Some((case, rank, ranks, store)) = told() else { return };
-    let heartbeat_timeout = Duration::from_secs(1);
+    let heartbeat_timeout = Duration::from_secs(2);
     let options = LocalOptions { heartbeat_timeout, segment_bytes: 4096, ..patient() };
     let comm = LocalComm::join(&store, rank, ranks, options).unwrap();
     let s = &*inline();

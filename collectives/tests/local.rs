@@ -79,6 +79,8 @@ fn asynchronous_streams_match_the_definition() {
 fn many_ranks() {
     threads(64, tiny(), |comm| compare_all(&*comm, &*inline(), DType::F32, 5));
     threads(33, tiny(), |comm| compare_all(&*comm, &*inline(), DType::BF16, 130));
+    assert_eq!(tiny().shared_bytes(3).unwrap(), 4 * 4096 + 6 * 192, "slots are raised to a cache line per rank");
+    assert_eq!(LocalOptions { segment_bytes: 1000, ..tiny() }.shared_bytes(1).unwrap(), 2 * 4096 + 2 * 1024);
     let error = zrt_collectives::LocalGroup::threads(65, tiny()).err().unwrap();
     assert!(error.to_string().contains("expected 1 to 64"), "{error}");
 }

@@ -129,8 +129,10 @@ fn a_wrong_secret_is_refused_at_once() {
 #[test]
 fn nobody_listens_and_the_server_ends() {
     let secret = Secret::random().unwrap();
-    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-    let error = text(TcpStore::connect(free, secret.clone(), Duration::from_millis(200)));
+    // The port of a connected socket: nobody listens on it, and no other test can be given it meanwhile.
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let held = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let error = text(TcpStore::connect(held.local_addr().unwrap(), secret.clone(), Duration::from_millis(200)));
     assert!(error.contains("is the launcher running?"), "{error}");
     let server = server(&secret);
     let client = TcpStore::connect(server.address(), secret, LONG).unwrap();
@@ -146,7 +148,7 @@ fn nobody_listens_and_the_server_ends() {
 #[test]
 fn strangers_are_turned_away() {
     let secret = Secret::random().unwrap();
-    let options = ServerOptions { handshake_timeout: Duration::from_millis(200), ..ServerOptions::default() };
+    let options = ServerOptions { handshake_timeout: Duration::from_secs(1), ..ServerOptions::default() };
     let server = TcpStoreServer::start(secret.clone(), options).unwrap();
     let ended = |mut stream: TcpStream| {
         stream.set_read_timeout(Some(LONG)).unwrap();
@@ -183,7 +185,7 @@ fn strangers_are_turned_away() {
 #[test]
 fn waiting_strangers_do_not_keep_the_job_out() {
     let secret = Secret::random().unwrap();
-    let options = ServerOptions { handshake_timeout: Duration::from_millis(300), max_handshakes: 4, ..ServerOptions::default() };
+    let options = ServerOptions { handshake_timeout: Duration::from_secs(1), max_handshakes: 4, ..ServerOptions::default() };
     let server = TcpStoreServer::start(secret.clone(), options).unwrap();
     let strangers: Vec<_> = (0..20).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     TcpStore::connect(server.address(), secret, LONG).unwrap().set("a", b"1").unwrap();

@@ -40,7 +40,8 @@ pub struct LocalOptions {
     pub train_timeout: Duration,
     /// Time without a sign of life after which a process counts as lost (stopped, or its host is far too busy). At least 0.5 s.
     pub heartbeat_timeout: Duration,
-    /// Bytes of a staging slot; each rank has two. Longer messages travel in segments of this length.
+    /// Bytes of a staging slot; each rank has two. Longer messages travel in segments of this length. Much more than 1 MiB is slower:
+    /// what one rank writes should still be in the cache when the other reads it.
     pub segment_bytes: usize,
     /// Looks at a counter before sleeping on it; only used while every rank can have a core.
     pub spin: u32,
@@ -55,10 +56,17 @@ impl Default for LocalOptions {
             init_timeout: Duration::from_secs(300),
             train_timeout: Duration::from_secs(100),
             heartbeat_timeout: Duration::from_secs(10),
-            segment_bytes: 4 << 20,
+            segment_bytes: 1 << 20,
             spin: 1000,
             share_pages: true,
         }
+    }
+}
+
+impl LocalOptions {
+    /// Shared bytes that a group of `ranks` takes on its host, for plans: control pages and staging slots.
+    pub fn shared_bytes(&self, ranks: usize) -> Result<usize> {
+        shared::layout_bytes(ranks, self)
     }
 }
 
@@ -177,6 +185,11 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.ran {
+            // A stream that failed because the group is lost loses what was queued on it: that is not the cause.
+            if let Some(error) = self.seat.error() {
+                self.seat.lose(error);
+                return;
+            }
             let reason = format!("#{} {} was issued but its stream failed or ended before running it", self.sequence, self.call);
             let rank = self.seat.rank;
             self.seat.lose(Error::Aborted { rank, by: rank, reason });

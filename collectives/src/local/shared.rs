@@ -248,7 +248,7 @@ fn slot_bytes(ranks: usize, options: &LocalOptions) -> usize {
     options.segment_bytes.max(ranks * LINE_BYTES).next_multiple_of(LINE_BYTES)
 }
 
-fn layout_bytes(ranks: usize, options: &LocalOptions) -> Result<usize> {
+pub(super) fn layout_bytes(ranks: usize, options: &LocalOptions) -> Result<usize> {
     if ranks == 0 || ranks > MAX_RANKS {
         return Err(Error::Rendezvous(format!("a local group of {ranks} ranks, expected 1 to {MAX_RANKS}")));
     }

@@ -111,12 +111,10 @@ impl Seat {
     /// Everyone is alive and no one moves: the culprit is the rank that is furthest behind.
     fn overdue(&self, peer: usize, what: &dyn Fn() -> String, secs: u64) -> Error {
         let shared = self.shared();
-        let behind = |rank: usize, than: usize| {
-            let (a, b) = (&shared.page(rank).progress, &shared.page(than).progress);
-            let (a0, b0) = (a.arrived.load(Acquire), b.arrived.load(Acquire));
-            if a0 != b0 { !reached(a0, b0) } else { !reached(a.filled.load(Acquire), b.filled.load(Acquire)) }
-        };
-        let culprit = (0..shared.ranks).fold(peer, |worst, rank| if behind(rank, worst) { rank } else { worst });
+        let arrived = |rank: usize| shared.page(rank).progress.arrived.load(Acquire);
+        // The peer may itself wait for another that has not come as far. At the same place it is the peer that we know of.
+        let others = (0..shared.ranks).filter(|rank| *rank != self.rank);
+        let culprit = others.fold(peer, |worst, rank| if reached(arrived(rank), arrived(worst)) { worst } else { rank });
         let state = format!("alive, {}", shared.page(culprit).whereabouts());
         Error::Timeout { rank: self.rank, what: what(), culprit, state, secs }
     }
