@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 pub const PROGRESS_KEY: &str = "progress";
 /// Store key that asks the trainer to save and end after the current step; any value.
 pub const STOP_KEY: &str = "stop";
+/// Store key under which rank 0 publishes what it saved at the end: a JSON list of [`Saved`].
+pub const SAVED_KEY: &str = "saved";
 /// Exit code of a rank that failed only because another one did.
 pub const VICTIM_EXIT_CODE: i32 = 75;
 
@@ -59,4 +61,13 @@ pub struct ErrorReport {
     pub culprit: Option<usize>,
     /// The error, for people.
     pub text: String,
+}
+
+/// Something that the run leaves behind.
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq, Eq)]
+pub struct Saved {
+    /// What it is, for people: `"adapter"`, `"model"`, `"checkpoint"`.
+    pub what: String,
+    /// Where.
+    pub path: std::path::PathBuf,
 }

@@ -2,6 +2,7 @@
 //!
 //! These are the only environment variables that configure the product. They are read once, here, and passed on as a value.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use zrt_collectives::store::Secret;
 
@@ -16,9 +17,9 @@ pub struct RankEnv {
     pub local_rank: usize,
     /// Ranks of this host.
     pub local_world_size: usize,
-    /// Host of the rendezvous store.
+    /// Host of the rendezvous store: MASTER_ADDR, or what the launcher says beside the secret.
     pub master_addr: String,
-    /// Port of the rendezvous store.
+    /// Port of the rendezvous store, likewise.
     pub master_port: u16,
     /// The job's secret, the same on all ranks. `None` when nobody launched this process, or another launcher did.
     pub job: Option<Secret>,
@@ -93,10 +94,27 @@ impl RankEnv {
             return Err(wrong("LOCAL_WORLD_SIZE", &local_world_size.to_string(), format!("more than WORLD_SIZE={world_size}")));
         }
         let port = text("MASTER_PORT")?;
-        let master_port = port.trim().parse().map_err(|e| wrong("MASTER_PORT", &port, format!("not a port: {e}")))?;
-        let job = get("ZLAUNCH_JOB").map(|path| Secret::read(Path::new(&path))).transpose().map_err(RankEnvError::Job)?;
-        Ok(Some(RankEnv { rank, world_size, local_rank, local_world_size, master_addr: text("MASTER_ADDR")?, master_port, job }))
+        let mut master_port = port.trim().parse().map_err(|e| wrong("MASTER_PORT", &port, format!("not a port: {e}")))?;
+        let mut master_addr = text("MASTER_ADDR")?;
+        let mut job = None;
+        if let Some(path) = get("ZLAUNCH_JOB") {
+            let path = Path::new(&path);
+            job = Some(Secret::read(path).map_err(RankEnvError::Job)?);
+            if let Some(store) = store_beside(path) {
+                (master_addr, master_port) = (store.ip().to_string(), store.port());
+            }
+        }
+        Ok(Some(RankEnv { rank, world_size, local_rank, local_world_size, master_addr, master_port, job }))
     }
+}
+
+/// Name of the file beside the secret that holds the store's address (`ip:port`).
+pub const STORE_ADDRESS_FILE: &str = "store";
+
+/// A program that is not ours may listen on MASTER_PORT itself, as PyTorch's rank 0 does; so for such programs the launcher's
+/// store is elsewhere, and a file beside the secret says where.
+fn store_beside(secret: &Path) -> Option<SocketAddr> {
+    std::fs::read_to_string(secret.with_file_name(STORE_ADDRESS_FILE)).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -136,6 +154,8 @@ mod tests {
         let mut pairs = GOOD.to_vec();
         pairs.push(("ZLAUNCH_JOB", path.to_str().unwrap()));
         assert_eq!(read(&pairs).unwrap().unwrap().job, Some(secret));
+        std::fs::write(folder.path().join(STORE_ADDRESS_FILE), "127.0.0.1:77\n").unwrap();
+        assert_eq!(read(&pairs).unwrap().unwrap().master_port, 77, "the launcher's store is not where MASTER_PORT points");
         std::fs::remove_file(&path).unwrap();
         assert!(read(&pairs).unwrap_err().to_string().starts_with("ZLAUNCH_JOB: "));
     }
