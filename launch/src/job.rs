@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use zrt::config::Config;
-use zrt::progress::{PROGRESS_KEY, SAVED_KEY, Saved, StepReport};
+use zrt::progress::{PROGRESS_KEY, RUN_END_KEY, StepReport};
 use zrt::rank::STORE_ADDRESS_FILE;
 use zrt_collectives::store::{MemoryStore, Secret, ServerOptions, Store, TcpStoreServer};
 
@@ -47,7 +47,7 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
         return crate::print(work::dry_run(&config, batch)?);
     }
     let folder = RunFolder::claim(&config)?;
-    let report = work::prepare(&config)?;
+    let report = work::prepare(&config, ranks)?;
     if !report.is_empty() {
         eprintln!("{}", report.trim_end());
     }
@@ -68,9 +68,9 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
         trainer: true,
     };
     let screen = job.run(&launch, rules, Screen::training(config.metrics.log_freq))?;
-    let saved = job.server.store().get(SAVED_KEY, Duration::ZERO).ok();
-    let saved: Vec<Saved> = saved.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default();
-    crate::print(screen.summary(&saved, &folder.path))
+    let end = job.server.store().get(RUN_END_KEY, Duration::ZERO).ok();
+    let end = end.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default();
+    crate::print(screen.summary(&end, &folder.path))
 }
 
 /// `zlaunch -n 4 -- ./my_trainer --its --args`

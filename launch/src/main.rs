@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod dry;
 mod fault;
 mod folder;
 mod job;

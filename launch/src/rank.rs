@@ -5,17 +5,11 @@ use crate::fault::Fault;
 use crate::work::{self, RankOptions};
 use rustix::process::{Pid, Signal};
 use std::ffi::OsString;
-use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::CommandExt;
-use std::time::Duration;
 use zrt::config::Config;
-use zrt::progress::{ErrorReport, VICTIM_EXIT_CODE, error_key};
+use zrt::progress::VICTIM_EXIT_CODE;
 use zrt::rank::RankEnv;
 use zrt_collectives::Error as Comm;
-use zrt_collectives::store::{Store, TcpStore};
-
-/// Time for telling the launcher why this rank fails; the launcher may be gone.
-const REPORT_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Asks to be killed when the launcher dies.
 fn live_with(parent: u32) -> Result<(), Fault> {
@@ -46,7 +40,6 @@ pub fn run(args: RankArgs) -> Result<u8, Fault> {
         Err(error) => {
             let culprit = blamed(&error).filter(|c| *c != env.rank);
             let text = error.to_string();
-            report(&env, ErrorReport { rank: env.rank, culprit, text: text.clone() });
             let code = match culprit {
                 Some(_) => VICTIM_EXIT_CODE as u8,
                 None if error.is_input() => crate::fault::USER,
@@ -63,16 +56,5 @@ fn blamed(error: &zrt::Error) -> Option<usize> {
         zrt::Error::Comm(Comm::Timeout { culprit, .. }) => Some(*culprit),
         zrt::Error::Comm(Comm::Aborted { by, .. }) => Some(*by),
         _ => None,
-    }
-}
-
-/// Best effort: the error is on standard error as well.
-fn report(env: &RankEnv, report: ErrorReport) {
-    let Some(secret) = env.job.clone() else { return };
-    let Ok(ip) = env.master_addr.parse::<IpAddr>() else { return };
-    let sent = TcpStore::connect(SocketAddr::new(ip, env.master_port), secret, REPORT_DEADLINE)
-        .and_then(|store| store.set(&error_key(env.rank), &serde_json::to_vec(&report).unwrap_or_default()));
-    if let Err(e) = sent {
-        tracing::debug!("the error could not be reported to the launcher: {e}");
     }
 }

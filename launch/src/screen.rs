@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
-use zrt::progress::{Saved, StepReport};
+use zrt::progress::{RunEnd, Saved, StepReport};
 
 /// How output is shown.
 enum Mode {
@@ -22,10 +22,7 @@ enum Mode {
 pub struct Screen {
     mode: Mode,
     started: Instant,
-    last: Option<StepReport>,
-    last_eval: Option<f64>,
-    first_step: u64,
-    tokens: u64,
+    begun: bool,
     step_secs: f64,
 }
 
@@ -52,7 +49,7 @@ impl Screen {
     }
 
     fn new(mode: Mode) -> Screen {
-        Screen { mode, started: Instant::now(), last: None, last_eval: None, first_step: 0, tokens: 0, step_secs: 0.0 }
+        Screen { mode, started: Instant::now(), begun: false, step_secs: 0.0 }
     }
 
     /// A line of a rank's output.
@@ -83,12 +80,10 @@ impl Screen {
 
     /// A finished step.
     pub fn step(&mut self, report: StepReport) {
-        if self.last.is_none() {
-            self.first_step = report.step;
+        if !self.begun {
             self.step_secs = report.secs;
         }
         self.step_secs += NEWEST * (report.secs - self.step_secs);
-        self.tokens += report.tokens;
         let left = report.steps.saturating_sub(report.step);
         let text = describe(&report, self.step_secs * left as f64);
         match &self.mode {
@@ -99,15 +94,14 @@ impl Screen {
                 bar.set_message(text);
             }
             Mode::Plain { every } => {
-                let due = report.step.is_multiple_of(*every) || report.step == report.steps || self.last.is_none();
+                let due = report.step.is_multiple_of(*every) || report.step == report.steps || !self.begun;
                 if due || report.eval_loss.is_some() {
                     let _ = writeln!(std::io::stdout(), "{text}");
                 }
             }
             Mode::Foreign => {}
         }
-        self.last_eval = report.eval_loss.or(self.last_eval);
-        self.last = Some(report);
+        self.begun = true;
     }
 
     /// Leaves the terminal as it was found.
@@ -118,24 +112,27 @@ impl Screen {
     }
 
     /// Steps, time, losses, tokens, and where things are.
-    pub fn summary(&self, saved: &[Saved], folder: &std::path::Path) -> String {
-        let took = self.started.elapsed();
-        let mut text = match &self.last {
-            None => format!("done in {}", clock(took)),
-            Some(last) => {
-                let steps = last.step + 1 - self.first_step;
-                let mut text = format!("{steps} step{} in {}, final loss {:.4}", if steps == 1 { "" } else { "s" }, clock(took), last.loss);
-                if let Some(eval) = self.last_eval {
-                    text += &format!(", held-out loss {eval:.4}");
-                }
-                text += &format!(", {} tokens", self.tokens);
-                if last.skipped > 0 {
-                    text += &format!(", {} skipped for gradients that were not finite", last.skipped);
-                }
-                text
-            }
+    pub fn summary(&self, end: &RunEnd, folder: &std::path::Path) -> String {
+        let done = end.first_step + end.steps;
+        let mut text = match (end.steps, end.stopped) {
+            (0, false) => format!("nothing left to do after step {done}"),
+            (n, false) => format!("{n} step{}", if n == 1 { "" } else { "s" }),
+            (_, true) => format!("stopped after step {done}; the same command continues"),
         };
-        for Saved { what, path } in saved {
+        text += &format!(", {} in all", clock(self.started.elapsed()));
+        if let Some(loss) = end.loss {
+            text += &format!(", final loss {loss:.4}");
+        }
+        if let Some(loss) = end.eval_loss {
+            text += &format!(", held-out loss {loss:.4}");
+        }
+        if end.steps > 0 && end.secs > 0.0 {
+            text += &format!(", {} tokens ({:.0} tok/s)", end.tokens, end.tokens as f64 / end.secs);
+        }
+        if end.skipped > 0 {
+            text += &format!(", {} skipped for gradients that were not finite", end.skipped);
+        }
+        for Saved { what, path } in &end.saved {
             text += &format!("\n  {what:<10} {}", path.display());
         }
         text + &format!("\n  {:<10} {}", "run", folder.display())

@@ -55,9 +55,8 @@ impl ModelPart {
         let folder = folder::resolve(&config.model.path, None).map_err(input)?;
         let arch = ArchConfig::load(&folder).map_err(input)?;
         let lora = config.lora.as_ref().map(|l| LoraPlan::new(l, &arch)).transpose().map_err(input)?;
-        let adapters: Option<Vec<AdapterSpec>> = lora.as_ref().map(|p| {
-            p.targets.iter().map(|t| AdapterSpec { module: t.path.clone(), rank: t.r, scale: t.scale }).collect()
-        });
+        let adapters: Option<Vec<AdapterSpec>> =
+            lora.as_ref().map(|p| p.targets.iter().map(|t| AdapterSpec { module: t.path.clone(), rank: t.r, scale: t.scale }).collect());
         let dropout = lora.as_ref().map_or(0.0, |p| p.config.dropout as f32);
         let model = Decoder::new(arch.clone(), config.training.seq_len, adapters.as_deref(), dropout)?;
         Ok(ModelPart { folder, arch, model: Arc::new(model), lora })

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 pub const PROGRESS_KEY: &str = "progress";
 /// Store key that asks the trainer to save and end after the current step; any value.
 pub const STOP_KEY: &str = "stop";
-/// Store key under which rank 0 publishes what it saved at the end: a JSON list of [`Saved`].
-pub const SAVED_KEY: &str = "saved";
+/// Store key under which rank 0 publishes how the run ended: a JSON [`RunEnd`].
+pub const RUN_END_KEY: &str = "run_end";
 /// Exit code of a rank that failed only because another one did.
 pub const VICTIM_EXIT_CODE: i32 = 75;
 
@@ -70,4 +70,27 @@ pub struct Saved {
     pub what: String,
     /// Where.
     pub path: std::path::PathBuf,
+}
+
+/// A run that ended in order.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+pub struct RunEnd {
+    /// Steps done before this start.
+    pub first_step: u64,
+    /// Steps of this start.
+    pub steps: u64,
+    /// Loss of the last step.
+    pub loss: Option<f64>,
+    /// Final loss on held-out data.
+    pub eval_loss: Option<f64>,
+    /// Tokens of this start.
+    pub tokens: u64,
+    /// Steps skipped for gradients that were not finite.
+    pub skipped: u64,
+    /// Seconds of training.
+    pub secs: f64,
+    /// Ended by request before the last step.
+    pub stopped: bool,
+    /// What the run leaves behind.
+    pub saved: Vec<Saved>,
 }

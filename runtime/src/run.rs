@@ -144,7 +144,12 @@ pub fn dry_run(config: &Config, ranks: usize) -> Result<DryRun> {
 }
 
 /// The same for any model and options.
-pub fn simulate(model: Arc<dyn crate::model::Model>, options: crate::engine::EngineOptions, ranks: usize, threads: usize) -> Result<DryRun> {
+pub fn simulate(
+    model: Arc<dyn crate::model::Model>,
+    options: crate::engine::EngineOptions,
+    ranks: usize,
+    threads: usize,
+) -> Result<DryRun> {
     let device = SimDevice::new(SimOptions { threads })?;
     let comm = Arc::new(SimComm::new(ranks).with_shared_pages(options.share_pages));
     let stage = options.stage;

@@ -173,7 +173,8 @@ fn others(place: &SavePlace, step: u64, store: &dyn Store) -> Result<(), String>
     let until = Instant::now() + place.patience;
     for rank in 0..place.ranks {
         let left = until.saturating_duration_since(Instant::now());
-        let word = store.get(&key(place, step, &rank.to_string()), left).map_err(|e| format!("rank {rank} did not finish its file: {e}"))?;
+        let word =
+            store.get(&key(place, step, &rank.to_string()), left).map_err(|e| format!("rank {rank} did not finish its file: {e}"))?;
         if !word.is_empty() {
             return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&word)));
         }

@@ -287,7 +287,9 @@ fn name_nonfinite(run: &mut Run, step_input: &StepInput, in_a_row: u64) -> Resul
     }
     let limit = run.job.config.training.max_skipped_steps.max(1);
     if in_a_row >= limit {
-        return Err(Error::NotFinite(format!("{text}; {in_a_row} such steps in a row (training.max_skipped_steps), giving up: lower optimizer.lr or check the data")));
+        return Err(Error::NotFinite(format!(
+            "{text}; {in_a_row} such steps in a row (training.max_skipped_steps), giving up: lower optimizer.lr or check the data"
+        )));
     }
     Ok(())
 }
