@@ -91,17 +91,24 @@ pub struct Subject {
     pub adapter: Option<PathBuf>,
     /// Dropout of LoRA.
     pub dropout: f32,
+    /// New adapters of this rank on all linear layers.
+    pub fresh_rank: Option<usize>,
 }
 
 impl Subject {
     /// Full training of `folder`.
     pub fn full(folder: PathBuf) -> Subject {
-        Subject { folder, adapter: None, dropout: 0.0 }
+        Subject { folder, adapter: None, dropout: 0.0, fresh_rank: None }
     }
 
     /// LoRA from an adapter folder.
     pub fn lora(folder: PathBuf, adapter: PathBuf) -> Subject {
-        Subject { folder, adapter: Some(adapter), dropout: 0.0 }
+        Subject { folder, adapter: Some(adapter), dropout: 0.0, fresh_rank: None }
+    }
+
+    /// LoRA from new adapters on all linear layers, with dropout.
+    pub fn fresh_lora(folder: PathBuf, rank: usize, dropout: f32) -> Subject {
+        Subject { folder, adapter: None, dropout, fresh_rank: Some(rank) }
     }
 
     /// The model and where its weights come from.
@@ -109,10 +116,15 @@ impl Subject {
         let arch = ArchConfig::load(&self.folder).unwrap();
         let weights = Arc::new(Weights::open(&self.folder).unwrap());
         let adapter = self.adapter.as_ref().map(|dir| load_adapter(dir, &arch).unwrap());
-        let specs: Option<Vec<AdapterSpec>> = adapter.as_ref().map(|a| {
+        let loaded = adapter.as_ref().map(|a| {
             let specs = a.plan.targets.iter().map(|t| AdapterSpec { module: t.path.clone(), rank: t.r, scale: t.scale });
-            specs.collect()
+            specs.collect::<Vec<_>>()
         });
+        let fresh = self.fresh_rank.map(|rank| {
+            let specs = arch.linear_modules().into_iter().map(|m| AdapterSpec { module: m.path, rank, scale: 2.0 });
+            specs.collect::<Vec<_>>()
+        });
+        let specs = loaded.or(fresh);
         let model = Decoder::new(arch, seq, specs.as_deref(), self.dropout).unwrap();
         let sources = Sources { base: Some(weights), adapter: adapter.map(|a| Arc::new(a.weights)), checkpoint: None, seed: 1 };
         (Arc::new(model), Arc::new(sources))
