@@ -1,11 +1,13 @@
 //! Which characters of a rendered conversation the assistant wrote, its end of turn included, and from these which tokens are
 //! trained. By position, never by id: a padding id that equals the end of turn changes nothing.
 //!
-//! Templates with `{% generation %}` say it themselves. For others it is found by rendering, twice if need be:
+//! Templates with `{% generation %}` say it themselves. For others it is found by rendering variants, the first that works:
 //! 1. *prefixes*: `messages[..i]` with the generation prompt ends where turn `i` begins, `messages[..=i]` where it ends, if
 //!    both are prefixes of the whole;
 //! 2. *sentinel*: templates that treat the last message specially break that; then turn `i` is replaced by one character that
 //!    occurs nowhere else, and what differs from the whole is the turn.
+//! 3. *reply*: templates that insist on the order of roles refuse that for a tool call, whose results follow; then the results are
+//!    left out too, which still shows where the turn begins, and it ends at the end-of-sequence token.
 //!
 //! Either way the turn must contain what the message says; a template that defeats both is an error, never a silent mask.
 
@@ -24,36 +26,38 @@ pub(crate) fn assistant_spans(
     let Rendered { text, generated } = template.render(conversation, false)?;
     let mut spans = Vec::new();
     if template.has_generation() {
-        // Turns before `first_trained` are a prompt; what they render to is a prefix here, since markers are the template's own word.
-        let prompt_bytes = if first_trained == 0 { 0 } else { prompt_bytes(template, conversation, first_trained, &text)? };
-        let starts = |span: &Range<usize>| span.start >= prompt_bytes;
-        spans.extend(generated.into_iter().filter(starts).map(|s| with_end_of_turn(tokenizer, &text, s)));
+        // Messages before `first_trained` are a prompt: as many blocks as they give on their own are not trained.
+        let head = Conversation { messages: &conversation.messages[..first_trained], ..*conversation };
+        let skipped = if first_trained == 0 { 0 } else { template.render(&head, false)?.generated.len() };
+        spans.extend(generated.into_iter().skip(skipped).map(|s| with_end_of_turn(tokenizer, &text, s)));
     } else {
         for (i, message) in conversation.messages.iter().enumerate().skip(first_trained) {
             if message["role"] != "assistant" {
                 continue;
             }
-            let span = match by_prefixes(template, conversation, i, &text)? {
-                Some(span) if says(&text[span.clone()], message) => span,
-                _ => by_sentinel(template, conversation, i, &text)?.filter(|span| says(&text[span.clone()], message)).ok_or_else(|| {
-                    format!(
-                        "cannot find message {} (assistant) in what the chat template renders, so the loss mask would be wrong: put \
-                         {{% generation %}} ... {{% endgeneration %}} around assistant content in a copy of the template and set \
-                         data.chat_template to it",
-                        i + 1
-                    )
-                })?,
-            };
+            let after = spans.last().map_or(0, |s: &Range<usize>| s.end);
+            let fits = |span: &Range<usize>| span.start >= after && says(&text[span.clone()], message);
+            let mut span = by_prefixes(tokenizer, template, conversation, i, &text)?.filter(fits);
+            if span.is_none() {
+                // It ends where the words end, whatever they imitate, so the end of turn follows.
+                let words = by_sentinel(template, conversation, i, &text)?;
+                span = words.filter(fits).map(|s| s.start..following_end(tokenizer, &text, s.end));
+            }
+            if span.is_none() {
+                span = by_reply(tokenizer, template, conversation, i, &text)?.filter(fits);
+            }
+            let span = span.ok_or_else(|| {
+                format!(
+                    "cannot find message {} (assistant) in what the chat template renders, so the loss mask would be wrong: put \
+                     {{% generation %}} ... {{% endgeneration %}} around assistant content in a copy of the template and set \
+                     data.chat_template to it",
+                    i + 1
+                )
+            })?;
             spans.push(with_end_of_turn(tokenizer, &text, span));
         }
     }
-    spans.dedup_by(|next, previous| {
-        let overlaps = next.start < previous.end;
-        if overlaps {
-            previous.end = previous.end.max(next.end);
-        }
-        overlaps
-    });
+    spans.retain(|span| !span.is_empty());
     Ok((text, spans))
 }
 
@@ -72,77 +76,126 @@ pub(crate) fn token_mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<u8> {
         .collect()
 }
 
-fn prompt_bytes(template: &ChatTemplate, conversation: &Conversation<'_>, messages: usize, text: &str) -> Result<usize, String> {
-    let head = Conversation { messages: &conversation.messages[..messages], ..*conversation };
-    for add_generation_prompt in [true, false] {
-        let prompt = template.render(&head, add_generation_prompt)?.text;
-        if text.starts_with(&prompt) {
-            return Ok(prompt.len());
-        }
-    }
-    Err("the rendered prompt is not the beginning of the rendered prompt and completion: use a \"messages\" dataset instead".into())
-}
-
 /// Where turn `i` begins and ends, if its prefixes nest.
-fn by_prefixes(template: &ChatTemplate, conversation: &Conversation<'_>, i: usize, text: &str) -> Result<Option<Range<usize>>, String> {
+fn by_prefixes(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation<'_>,
+    i: usize,
+    text: &str,
+) -> Result<Option<Range<usize>>, String> {
     let prefix = |messages: usize, add_generation_prompt: bool| {
         let head = Conversation { messages: &conversation.messages[..messages], ..*conversation };
         template.render(&head, add_generation_prompt).map(|r| r.text)
     };
     // A template may refuse a conversation that ends early; then its prefixes do not nest.
     let (Ok(before), Ok(plain), Ok(through)) = (prefix(i, true), prefix(i, false), prefix(i + 1, false)) else { return Ok(None) };
-    // Without an effect of the generation prompt the header of the turn would be taken for its content.
-    let nests = before != plain && through.len() > before.len() && text.starts_with(&before) && text.starts_with(&through);
-    Ok(nests.then_some(before.len()..through.len()))
+    if through.len() <= before.len() || !text.starts_with(&before) || !text.starts_with(&through) {
+        return Ok(None);
+    }
+    let mut start = before.len();
+    if before == plain {
+        // The generation prompt has no effect, so a header may follow, which is not content: what any other answer has in common.
+        let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
+        let mut messages = conversation.messages[..i].to_vec();
+        messages.push(serde_json::json!({"role": "assistant", "content": mark.to_string()}));
+        let Ok(other) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
+        start = start.max(common_bytes(&other.text, text));
+    }
+    // The blanks that separate turns are not for the model to write.
+    let end = text.get(start..through.len()).map_or(start, |turn| start + closed_bytes(tokenizer, turn).unwrap_or(turn.len()));
+    Ok((start < end).then_some(start..end))
 }
 
 /// Where the text changes when turn `i` says one unique character instead.
 fn by_sentinel(template: &ChatTemplate, conversation: &Conversation<'_>, i: usize, text: &str) -> Result<Option<Range<usize>>, String> {
     let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
     let mut messages = conversation.messages.to_vec();
-    if let Json::Object(fields) = &mut messages[i] {
-        for field in ["tool_calls", "reasoning_content", "thinking", "reasoning"] {
-            fields.remove(field);
-        }
-        fields.insert("content".into(), mark.to_string().into());
-    }
+    messages[i] = saying(&messages[i], mark);
     let Ok(changed) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
     let changed = changed.text;
     let (Some(first), Some(last)) = (changed.find(mark), changed.rfind(mark)) else { return Ok(None) };
     let after = &changed[last + mark.len_utf8()..];
-    let common = changed[..first].char_indices().zip(text.chars()).find(|((_, a), b)| a != b).map_or(first, |((at, _), _)| at);
-    let start = common.min(text.len());
+    let start = common_bytes(&changed[..first], text);
     // What follows the turn must be unchanged, else the change reached beyond it and the end is unknown.
     let fits = text.ends_with(after) && start < text.len() - after.len();
     Ok(fits.then(|| start..text.len() - after.len()))
 }
 
-/// The turn holds the message's words (templates may trim them, and drop reasoning before `</think>`).
+/// Where a tool call begins, if the model had answered in one unique character instead, until the end of the sequence.
+fn by_reply(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    conversation: &Conversation<'_>,
+    i: usize,
+    text: &str,
+) -> Result<Option<Range<usize>>, String> {
+    let Some(eos) = tokenizer.eos_text().filter(|_| !conversation.messages[i]["tool_calls"].is_null()) else { return Ok(None) };
+    let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
+    let mut messages = conversation.messages[..i].to_vec();
+    messages.push(saying(&conversation.messages[i], mark));
+    messages.extend(conversation.messages[i + 1..].iter().skip_while(|m| m["role"] != "user").cloned());
+    let Ok(changed) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
+    let Some(first) = changed.text.find(mark) else { return Ok(None) };
+    let start = common_bytes(&changed.text[..first], text);
+    Ok(text[start..].find(eos).map(|at| start..start + at + eos.len()))
+}
+
+/// The message with `mark` as its only content.
+fn saying(message: &Json, mark: char) -> Json {
+    let mut message = message.clone();
+    if let Json::Object(fields) = &mut message {
+        for field in ["tool_calls", "reasoning_content", "thinking", "reasoning"] {
+            fields.remove(field);
+        }
+        fields.insert("content".into(), mark.to_string().into());
+    }
+    message
+}
+
+/// Bytes of the longest common prefix, whole characters only.
+fn common_bytes(a: &str, b: &str) -> usize {
+    let differs = a.char_indices().zip(b.chars()).find(|((_, x), y)| x != y);
+    differs.map_or(a.len().min(b.len()), |((at, _), _)| at)
+}
+
+/// The turn holds what the message says. Templates may trim words, drop reasoning before `</think>`, and drop words beside calls.
 fn says(turn: &str, message: &Json) -> bool {
-    let Some(content) = message["content"].as_str() else { return true };
+    let calls = message["tool_calls"].as_array().map_or(&[][..], |calls| calls.as_slice());
+    if !calls.is_empty() {
+        let mut names = calls.iter().filter_map(|call| call.get("function").unwrap_or(call).get("name")?.as_str());
+        return names.all(|name| turn.contains(name));
+    }
+    let content = message["content"].as_str().unwrap_or("");
     let answer = content.rsplit("</think>").next().unwrap_or(content);
     turn.contains(content.trim()) || turn.contains(answer.trim())
 }
 
-/// Ends a span right after the end of turn: blanks after a closing special token are not trained, and a special token that
-/// directly follows the span is.
+/// Extends a span over the end of turn that directly follows, unless it ends with one already.
 fn with_end_of_turn(tokenizer: &Tokenizer, text: &str, span: Range<usize>) -> Range<usize> {
-    let turn = text[span.clone()].trim_end();
-    let closed = (0..turn.len())
-        .rev()
+    let end = if closed_bytes(tokenizer, &text[span.clone()]).is_some() { span.end } else { following_end(tokenizer, text, span.end) };
+    span.start..end
+}
+
+/// Bytes of a turn through the special token that closes it, if only blanks follow that.
+fn closed_bytes(tokenizer: &Tokenizer, turn: &str) -> Option<usize> {
+    const LONGEST_SPECIAL_BYTES: usize = 64;
+    let turn = turn.trim_end();
+    (turn.len().saturating_sub(LONGEST_SPECIAL_BYTES)..turn.len())
         .filter(|&at| turn.is_char_boundary(at))
-        .take(64)
-        .find(|&at| tokenizer.leading_special(&turn[at..]).is_some_and(|t| t.len() == turn.len() - at));
-    if closed.is_some() {
-        return span.start..span.start + turn.len();
-    }
-    let rest = &text[span.end..];
+        .any(|at| tokenizer.leading_special(&turn[at..]).is_some_and(|t| t.len() == turn.len() - at))
+        .then_some(turn.len())
+}
+
+/// The end of the special token that follows at `end`; the end-of-sequence token may follow after blanks.
+fn following_end(tokenizer: &Tokenizer, text: &str, end: usize) -> usize {
+    let rest = &text[end..];
     if let Some(token) = tokenizer.leading_special(rest) {
-        return span.start..span.end + token.len();
+        return end + token.len();
     }
     let blanks = rest.len() - rest.trim_start().len();
     match tokenizer.eos_text() {
-        Some(eos) if !eos.is_empty() && rest[blanks..].starts_with(eos) => span.start..span.end + blanks + eos.len(),
-        _ => span,
+        Some(eos) if !eos.is_empty() && rest[blanks..].starts_with(eos) => end + blanks + eos.len(),
+        _ => end,
     }
 }

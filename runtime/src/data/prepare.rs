@@ -3,7 +3,7 @@
 
 use super::rows::{RowReader, RowTokens};
 use super::set::{Source, TokenSet};
-use super::tokenizer::Tokenizer;
+use super::tokenizer::TokenizerFiles;
 use super::{DataError, cache};
 use crate::config::{Config, DatasetConfig, DatasetKind};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -75,7 +75,7 @@ pub fn prepare(spec: &PrepareSpec, progress: bool) -> Result<TokenSet, DataError
     if spec.seq_len < 2 {
         return Err(DataError::Invalid(format!("training.seq_len is {}: a target needs at least 2 tokens", spec.seq_len)));
     }
-    let tokenizer = match Tokenizer::load(&spec.tokenizer_folder, spec.chat_template.as_deref()) {
+    let tokenizer = match TokenizerFiles::read(&spec.tokenizer_folder, spec.chat_template.as_deref()) {
         Ok(tokenizer) => Some(tokenizer),
         Err(e) if spec.needs_tokenizer() => return Err(e),
         Err(_) => None,
@@ -90,12 +90,14 @@ pub fn prepare(spec: &PrepareSpec, progress: bool) -> Result<TokenSet, DataError
     let key = key(spec, tokenizer.as_ref(), now_secs, &digests);
     let files: Vec<PathBuf> = spec.datasets.iter().map(|d| d.path.clone()).collect();
     let cached = spec.cache_folder.clone().or_else(default_cache_folder).map(|folder| cache::path_of(&folder, &key));
-    if let Some(path) = cached.as_ref().filter(|p| p.exists()) {
-        if let Some(set) = cache::load(path, &key, files.clone()) {
-            bar.finish_and_clear();
-            return Ok(set);
-        }
+    if let Some(set) = cached.as_ref().and_then(|path| cache::load(path, &key, files.clone())) {
+        bar.finish_and_clear();
+        return Ok(set);
     }
+    let tokenizer = match tokenizer.map(TokenizerFiles::parse) {
+        Some(Err(e)) if spec.needs_tokenizer() => return Err(e),
+        parsed => parsed.and_then(Result::ok),
+    };
     let pad_id = tokenizer.as_ref().and_then(|t| t.special_id("pad_token").or_else(|| t.special_id("eos_token"))).unwrap_or(0);
     let mut set = TokenSet::empty(files, pad_id);
     set.fingerprint = key;
@@ -110,10 +112,10 @@ pub fn prepare(spec: &PrepareSpec, progress: bool) -> Result<TokenSet, DataError
     }
     bar.finish_and_clear();
     check(&set, spec)?;
-    if let Some(path) = cached {
-        if let Err(e) = cache::store(&path, &set) {
-            tracing::warn!("the token cache {} cannot be written ({e}): every start will tokenize again", path.display());
-        }
+    if let Some(path) = cached
+        && let Err(e) = cache::store(&path, &set)
+    {
+        tracing::warn!("the token cache {} cannot be written ({e}): every start will tokenize again", path.display());
     }
     Ok(set)
 }
@@ -139,7 +141,7 @@ fn digest(path: &Path) -> Result<[u8; 32], DataError> {
 }
 
 /// Hash of all that the tokens depend on, each part preceded by its length.
-fn key(spec: &PrepareSpec, tokenizer: Option<&Tokenizer>, now_secs: i64, digests: &[[u8; 32]]) -> [u8; 32] {
+fn key(spec: &PrepareSpec, tokenizer: Option<&TokenizerFiles>, now_secs: i64, digests: &[[u8; 32]]) -> [u8; 32] {
     let mut hash = Sha256::new();
     let mut part = |bytes: &[u8]| {
         hash.update((bytes.len() as u64).to_le_bytes());
@@ -154,9 +156,8 @@ fn key(spec: &PrepareSpec, tokenizer: Option<&Tokenizer>, now_secs: i64, digests
     }
     let chat = |d: &DatasetConfig| matches!(d.kind, DatasetKind::Messages | DatasetKind::PromptCompletion);
     if let Some(tokenizer) = tokenizer {
-        tokenizer.material().iter().for_each(|m| part(m));
-        let dated = tokenizer.material().iter().any(|m| m.windows(12).any(|w| w == b"strftime_now"));
-        if dated && spec.datasets.iter().any(chat) {
+        tokenizer.material(&mut part);
+        if tokenizer.dated() && spec.datasets.iter().any(chat) {
             part(&now_secs.div_euclid(86_400).to_le_bytes());
         }
     }

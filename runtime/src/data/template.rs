@@ -45,7 +45,7 @@ pub struct Conversation<'a> {
 pub struct Rendered {
     /// The text.
     pub text: String,
-    /// Byte ranges inside `{% generation %}` blocks, ascending.
+    /// Byte ranges inside `{% generation %}` blocks, ascending; a block may be empty.
     pub generated: Vec<Range<usize>>,
 }
 
@@ -180,7 +180,7 @@ fn take_marks(text: &str, [open, close]: [char; 2]) -> Result<Rendered, String> 
             }
             Some(_) => {
                 depth = depth.checked_sub(1).ok_or("a {% generation %} block was cut apart by the template itself")?;
-                if depth == 0 && start < at {
+                if depth == 0 {
                     rendered.generated.push(start..at);
                 }
             }
@@ -277,6 +277,9 @@ fn method(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Va
         "strip" | "lstrip" | "rstrip" => {
             let (chars,): (Option<&str>,) = from_args(args)?;
             Ok(strip(text, chars, name != "rstrip", name != "lstrip").into())
+        }
+        "split" if args.first().is_none_or(Value::is_none) && args.len() < 2 => {
+            Ok(text.split(python::is_space).filter(|part| !part.is_empty()).map(Value::from).collect())
         }
         "find" | "rfind" => {
             let (what,): (&str,) = from_args(args)?;

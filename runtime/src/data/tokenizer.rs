@@ -23,24 +23,17 @@ pub struct Encoded {
     pub added: Vec<bool>,
 }
 
-/// The tokenizer of a model folder.
-#[derive(Debug)]
-pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+/// The files of a tokenizer, read but not parsed: enough to know whether its tokens are in the cache.
+pub(crate) struct TokenizerFiles {
     folder: PathBuf,
-    /// Names of special tokens (`"eos_token"`, ...) to their text, as the chat template sees them.
+    json: Vec<u8>,
     special: Map<String, Value>,
-    /// Texts of all special tokens, longest first.
-    special_texts: Vec<String>,
-    /// Templates by name; the plain one is "default".
-    templates: Vec<(String, ChatTemplate)>,
-    /// Everything that tokens depend on, for the key of the cache.
-    material: Vec<Vec<u8>>,
+    /// Chat templates as (name, source, origin).
+    templates: Vec<(String, String, String)>,
 }
 
-impl Tokenizer {
-    /// Loads the tokenizer of `folder`. `chat_template` replaces the model's own template.
-    pub fn load(folder: &Path, chat_template: Option<&Path>) -> Result<Tokenizer, DataError> {
+impl TokenizerFiles {
+    pub(crate) fn read(folder: &Path, chat_template: Option<&Path>) -> Result<TokenizerFiles, DataError> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             return Err(DataError::tokenizer(
@@ -48,16 +41,7 @@ impl Tokenizer {
                 "no such file: the model folder needs a tokenizer.json (save_pretrained of a fast tokenizer writes it)",
             ));
         }
-        let bytes = read_limited(&path, TOKENIZER_LIMIT_BYTES)?;
-        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(&bytes));
-        let mut inner = match parsed {
-            Ok(Ok(tokenizer)) => tokenizer,
-            Ok(Err(e)) => return Err(DataError::tokenizer(&path, format!("not a tokenizer that can be read: {e}"))),
-            Err(_) => return Err(DataError::tokenizer(&path, "not a tokenizer that can be read (the tokenizer library panicked)")),
-        };
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e.to_string()))?;
-
+        let json = read_limited(&path, TOKENIZER_LIMIT_BYTES)?;
         let config = read_json(&folder.join("tokenizer_config.json"))?;
         let legacy = read_json(&folder.join("special_tokens_map.json"))?;
         let mut special = Map::new();
@@ -67,17 +51,64 @@ impl Tokenizer {
                 special.insert(name.into(), Value::String(text));
             }
         }
-        let sources = template_sources(folder, chat_template, &config)?;
-        let mut material = vec![bytes, Value::Object(special.clone()).to_string().into_bytes()];
-        let mut templates = Vec::new();
-        for (name, source, origin) in sources {
-            material.push(format!("{name}\0{source}").into_bytes());
-            templates.push((name, ChatTemplate::new(&source).map_err(|e| DataError::Template(format!("{origin}: {e}")))?));
+        let templates = template_sources(folder, chat_template, &config)?;
+        Ok(TokenizerFiles { folder: folder.to_path_buf(), json, special, templates })
+    }
+
+    /// Everything that tokens depend on, for the key of the cache.
+    pub(crate) fn material(&self, mut part: impl FnMut(&[u8])) {
+        part(&self.json);
+        part(Value::Object(self.special.clone()).to_string().as_bytes());
+        for (name, source, _) in &self.templates {
+            part(name.as_bytes());
+            part(source.as_bytes());
         }
+    }
+
+    /// A chat template prints the date.
+    pub(crate) fn dated(&self) -> bool {
+        self.templates.iter().any(|(_, source, _)| source.contains("strftime_now"))
+    }
+
+    pub(crate) fn parse(self) -> Result<Tokenizer, DataError> {
+        let path = self.folder.join("tokenizer.json");
+        let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(&self.json));
+        let mut inner = match parsed {
+            Ok(Ok(tokenizer)) => tokenizer,
+            Ok(Err(e)) => return Err(DataError::tokenizer(&path, format!("not a tokenizer that can be read: {e}"))),
+            Err(_) => return Err(DataError::tokenizer(&path, "not a tokenizer that can be read (the tokenizer library panicked)")),
+        };
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e.to_string()))?;
+        let compile = |(name, source, origin): (String, String, String)| {
+            let template = ChatTemplate::new(&source).map_err(|e| format!("{origin}: {e}"));
+            (name, template)
+        };
+        let templates = self.templates.into_iter().map(compile).collect();
         let mut special_texts: Vec<String> =
             inner.get_added_tokens_decoder().into_values().filter(|t| t.special && !t.content.is_empty()).map(|t| t.content).collect();
         special_texts.sort_by_key(|t| std::cmp::Reverse(t.len()));
-        Ok(Tokenizer { inner, folder: folder.to_path_buf(), special, special_texts, templates, material })
+        Ok(Tokenizer { inner, folder: self.folder, special: self.special, special_texts, templates })
+    }
+}
+
+/// The tokenizer of a model folder.
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    folder: PathBuf,
+    /// Names of special tokens (`"eos_token"`, ...) to their text, as the chat template sees them.
+    special: Map<String, Value>,
+    /// Texts of all special tokens, longest first.
+    special_texts: Vec<String>,
+    /// Templates by name; the plain one is "default". One that does not compile matters only to those who need it.
+    templates: Vec<(String, Result<ChatTemplate, String>)>,
+}
+
+impl Tokenizer {
+    /// Loads the tokenizer of `folder`. `chat_template` replaces the model's own template.
+    pub fn load(folder: &Path, chat_template: Option<&Path>) -> Result<Tokenizer, DataError> {
+        TokenizerFiles::read(folder, chat_template)?.parse()
     }
 
     /// Encodes `text`; with `add_special`, the tokens that the tokenizer puts around a text are added.
@@ -119,7 +150,10 @@ impl Tokenizer {
     pub fn template(&self, tools: bool) -> Result<&ChatTemplate, DataError> {
         let named = |wanted: &str| self.templates.iter().find(|(name, _)| name == wanted).map(|(_, t)| t);
         let found = if tools { named("tool_use").or_else(|| named("default")) } else { named("default") };
-        found.ok_or_else(|| {
+        if let Some(template) = found {
+            return template.as_ref().map_err(|e| DataError::Template(e.clone()));
+        }
+        Err({
             let have: Vec<&str> = self.templates.iter().map(|(n, _)| n.as_str()).collect();
             let folder = self.folder.display();
             DataError::Template(if have.is_empty() {
@@ -133,7 +167,7 @@ impl Tokenizer {
     }
 
     /// Special tokens by name, the variables `bos_token`, `eos_token`, ... of templates.
-    pub(crate) fn special(&self) -> &Map<String, Value> {
+    pub fn special(&self) -> &Map<String, Value> {
         &self.special
     }
 
@@ -145,11 +179,6 @@ impl Tokenizer {
     /// The text of the end-of-sequence token.
     pub(crate) fn eos_text(&self) -> Option<&str> {
         self.special.get("eos_token").and_then(Value::as_str)
-    }
-
-    /// Everything that tokens depend on.
-    pub(crate) fn material(&self) -> &[Vec<u8>] {
-        &self.material
     }
 }
 
