@@ -197,12 +197,22 @@ simd_fn! {
 
 /// Copies rows of `D` elements into scratch rows `ld` apart, as f32 times `factor`, zero up to the padded width.
 #[inline(always)]
-fn load_rows(out: &mut [f32], ld: usize, from: Operand, rows: usize, head_dim: usize, factor: f32, address: impl Fn(usize) -> usize) {
+#[allow(clippy::too_many_arguments)]
+fn load_rows<S: Simd>(
+    s: S,
+    out: &mut [f32],
+    ld: usize,
+    from: Operand,
+    rows: usize,
+    head_dim: usize,
+    factor: f32,
+    address: impl Fn(usize) -> usize,
+) {
     for r in 0..rows {
         let row = &mut out[r * ld..][..padded(head_dim)];
         let (row, pad) = row.split_at_mut(head_dim);
         // SAFETY: addresses are rows of the operand, which no one writes.
-        unsafe { from.load(address(r), row) };
+        unsafe { from.load(s, address(r), row) };
         if factor != 1.0 {
             row.iter_mut().for_each(|x| *x *= factor);
         }
@@ -211,17 +221,29 @@ fn load_rows(out: &mut [f32], ld: usize, from: Operand, rows: usize, head_dim: u
 }
 
 simd_fn! {
+    /// Rows `first..first + n` of a group's queries (`queries`) or keys, from scratch rows `ld` apart.
+    fn store_rows[S](s: S, to: Operand, group: Group, queries: bool, first: usize, n: usize, x: &[f32], ld: usize) {
+        let d = group.shape.head_dim;
+        for r in 0..n {
+            let address = if queries { group.row(first + r) * d } else { group.key(first + r) };
+            // SAFETY: rows of a group belong to one item.
+            unsafe { to.store(s, address, &x[r * ld..][..d]) };
+        }
+    }
+}
+
+simd_fn! {
     /// Keys or values `first..first + n` of the group.
-    fn load_keys[S](_s: S, out: &mut [f32], ld: usize, from: Operand, group: Group, first: usize, n: usize) {
-        load_rows(out, ld, from, n, group.shape.head_dim, 1.0, |j| group.key(first + j));
+    fn load_keys[S](s: S, out: &mut [f32], ld: usize, from: Operand, group: Group, first: usize, n: usize) {
+        load_rows(s, out, ld, from, n, group.shape.head_dim, 1.0, |j| group.key(first + j));
     }
 }
 
 simd_fn! {
     /// Query rows `first..first + n` of the group, times `factor`.
-    fn load_queries[S](_s: S, out: &mut [f32], ld: usize, from: Operand, group: Group, first: usize, n: usize, factor: f32) {
+    fn load_queries[S](s: S, out: &mut [f32], ld: usize, from: Operand, group: Group, first: usize, n: usize, factor: f32) {
         let d = group.shape.head_dim;
-        load_rows(out, ld, from, n, d, factor, |r| group.row(first + r) * d);
+        load_rows(s, out, ld, from, n, d, factor, |r| group.row(first + r) * d);
     }
 }
 
@@ -429,15 +451,12 @@ fn forward_tile(isa: Isa, t: Forward, group: Group, first: usize, rows: usize, m
     }
 
     for r in 0..rows {
-        let row = &mut o[r * ld..][..d];
         let total = total[r];
-        row.iter_mut().for_each(|x| *x /= total);
+        o[r * ld..][..d].iter_mut().for_each(|x| *x /= total);
         // SAFETY: rows belong to one item.
-        unsafe {
-            t.o.store(group.row(first + r) * d, row);
-            t.lse.slice(group.row(first + r), 1)[0] = top[r] + total.ln();
-        }
+        unsafe { t.lse.slice(group.row(first + r), 1)[0] = top[r] + total.ln() };
     }
+    store_rows(isa, t.o, group, true, first, rows, o, ld);
 }
 
 /// Operands of [`backward`].
@@ -541,20 +560,13 @@ fn backward_group(isa: Isa, t: Backward, tokens: usize, group: Group, mut scratc
                 product(isa, &mut dq[at * ld..], ld, true, by_row, &k[skip * ld..], ld, n, wide, keys);
             }
         }
-        for r in 0..rows {
-            let row = &mut dq[r * ld..][..d];
-            row.iter_mut().for_each(|x| *x *= group.shape.scale);
-            // SAFETY: rows belong to one item.
-            unsafe { t.dq.store(group.row(first + r) * d, row) };
+        for row in dq.chunks_mut(ld).take(rows) {
+            row[..d].iter_mut().for_each(|x| *x *= group.shape.scale);
         }
+        store_rows(isa, t.dq, group, true, first, rows, dq, ld);
     }
-    for j in 0..group.document.tokens {
-        // SAFETY: keys belong to one item.
-        unsafe {
-            t.dk.store(group.key(j), &dk[j * wide..][..d]);
-            t.dv.store(group.key(j), &dv[j * wide..][..d]);
-        }
-    }
+    store_rows(isa, t.dk, group, false, 0, group.document.tokens, dk, wide);
+    store_rows(isa, t.dv, group, false, 0, group.document.tokens, dv, wide);
 }
 
 simd_fn! {

@@ -35,18 +35,18 @@ pub fn sum(x: &[f32]) -> f32 {
 
 /// [`crate::Ops::add`] over `f32`; `out` may be `a` or `b`.
 pub fn add(pool: &Pool, out: Operand, a: Operand, b: Operand) {
-    simd_fn! { fn item[S](_s: S, start: usize, end: usize, out: Operand, a: Operand, b: Operand) {
+    simd_fn! { fn item[S](s: S, start: usize, end: usize, out: Operand, a: Operand, b: Operand) {
         let (mut x, mut y) = ([0f32; BLOCK], [0f32; BLOCK]);
         for (at, n) in blocks(start, end) {
             let (x, y) = (&mut x[..n], &mut y[..n]);
             // SAFETY: in range by `for_each_item`; items are disjoint, and aliases are read before they are written.
             unsafe {
-                a.load(at, x);
-                b.load(at, y);
+                a.load(s, at, x);
+                b.load(s, at, y);
                 for (x, y) in x.iter_mut().zip(&*y) {
                     *x += *y;
                 }
-                out.store(at, x);
+                out.store(s, at, x);
             }
         }
     } }
@@ -60,14 +60,14 @@ pub fn add_into(pool: &Pool, y: Operand, x: Operand) {
 
 /// [`crate::Ops::scale`]: `x *= factor`.
 pub fn scale(pool: &Pool, x: Operand, factor: f32) {
-    simd_fn! { fn item[S](_s: S, start: usize, end: usize, x: Operand, factor: f32) {
+    simd_fn! { fn item[S](s: S, start: usize, end: usize, x: Operand, factor: f32) {
         let mut block = [0f32; BLOCK];
         for (at, n) in blocks(start, end) {
             // SAFETY: in range by `for_each_item`; items are disjoint.
             unsafe {
-                x.load(at, &mut block[..n]);
+                x.load(s, at, &mut block[..n]);
                 block.iter_mut().for_each(|x| *x *= factor);
-                x.store(at, &block[..n]);
+                x.store(s, at, &block[..n]);
             }
         }
     } }
@@ -76,13 +76,13 @@ pub fn scale(pool: &Pool, x: Operand, factor: f32) {
 
 /// [`crate::Ops::cast`].
 pub fn cast(pool: &Pool, dst: Operand, src: Operand) {
-    simd_fn! { fn item[S](_s: S, start: usize, end: usize, dst: Operand, src: Operand) {
+    simd_fn! { fn item[S](s: S, start: usize, end: usize, dst: Operand, src: Operand) {
         let mut block = [0f32; BLOCK];
         for (at, n) in blocks(start, end) {
             // SAFETY: in range by `for_each_item`; items are disjoint.
             unsafe {
-                src.load(at, &mut block[..n]);
-                dst.store(at, &block[..n]);
+                src.load(s, at, &mut block[..n]);
+                dst.store(s, at, &block[..n]);
             }
         }
     } }
@@ -91,12 +91,12 @@ pub fn cast(pool: &Pool, dst: Operand, src: Operand) {
 
 /// [`crate::Ops::count_nonfinite`]. A count needs no order.
 pub fn count_nonfinite(pool: &Pool, x: Operand) -> usize {
-    simd_fn! { fn item[S](_s: S, start: usize, end: usize, x: Operand, count: &AtomicUsize) {
+    simd_fn! { fn item[S](s: S, start: usize, end: usize, x: Operand, count: &AtomicUsize) {
         let mut block = [0f32; BLOCK];
         let mut bad = 0usize;
         for (at, n) in blocks(start, end) {
             // SAFETY: in range by `for_each_item`; no one writes.
-            unsafe { x.load(at, &mut block[..n]) };
+            unsafe { x.load(s, at, &mut block[..n]) };
             // All exponent bits set: NaN or infinite.
             bad += block[..n].iter().map(|x| u32::from(x.to_bits() & 0x7f80_0000 == 0x7f80_0000)).sum::<u32>() as usize;
         }

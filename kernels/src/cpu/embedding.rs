@@ -49,13 +49,13 @@ pub fn backward(pool: &Pool, dtable: Raw<f32>, write: Write, dy: Operand, ids: &
     // Columns of a work item: some cache lines, so that items do not share any.
     const COLS: usize = 64;
     const { assert!(COLS <= BLOCK) };
-    simd_fn! { fn columns[S](_s: S, col: usize, cols: usize, dtable: Raw<f32>, dy: Operand, ids: &[i32], hidden: usize) {
+    simd_fn! { fn columns[S](s: S, col: usize, cols: usize, dtable: Raw<f32>, dy: Operand, ids: &[i32], hidden: usize) {
         let mut block = [0f32; COLS];
         let block = &mut block[..cols];
         for (n, &id) in ids.iter().enumerate() {
             // SAFETY: ids were checked; columns belong to one item.
             unsafe {
-                dy.load(n * hidden + col, block);
+                dy.load(s, n * hidden + col, block);
                 for (to, d) in dtable.slice(id as usize * hidden + col, cols).iter_mut().zip(&*block) {
                     *to += *d;
                 }

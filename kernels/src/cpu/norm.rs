@@ -56,14 +56,14 @@ fn dot(lanes: &mut [f32; LANES], x: &[f32], y: &[f32]) {
 /// [`crate::Ops::rmsnorm`]: `y, x [rows, cols]`, `rstd [rows]`, `weight [cols]`; `y` may be `x`.
 #[allow(clippy::too_many_arguments)]
 pub fn forward(pool: &Pool, y: Operand, rstd: Raw<f32>, x: Operand, weight: Operand, eps: f32, rows: usize, cols: usize) {
-    simd_fn! { fn group[S](_s: S, range: Range<usize>, y: Operand, rstd: Raw<f32>, x: Operand, weight: Operand, eps: f32, cols: usize) {
+    simd_fn! { fn group[S](s: S, range: Range<usize>, y: Operand, rstd: Raw<f32>, x: Operand, weight: Operand, eps: f32, cols: usize) {
         let (mut a, mut w) = ([0f32; BLOCK], [0f32; BLOCK]);
         for row in range {
             let mut lanes = [0f32; LANES];
             for c in (0..cols).step_by(BLOCK) {
                 let n = BLOCK.min(cols - c);
                 // SAFETY: a row belongs to one item.
-                unsafe { x.load(row * cols + c, &mut a[..n]) };
+                unsafe { x.load(s, row * cols + c, &mut a[..n]) };
                 dot(&mut lanes, &a[..n], &a[..n]);
             }
             let r = 1.0 / (total(&lanes) / cols as f32 + eps).sqrt();
@@ -73,12 +73,12 @@ pub fn forward(pool: &Pool, y: Operand, rstd: Raw<f32>, x: Operand, weight: Oper
                 let n = BLOCK.min(cols - c);
                 // SAFETY: as above; x is read before y, which may be x, is written.
                 unsafe {
-                    x.load(row * cols + c, &mut a[..n]);
-                    weight.load(c, &mut w[..n]);
+                    x.load(s, row * cols + c, &mut a[..n]);
+                    weight.load(s, c, &mut w[..n]);
                     for (a, w) in a[..n].iter_mut().zip(&w) {
                         *a = *a * r * w;
                     }
-                    y.store(row * cols + c, &a[..n]);
+                    y.store(s, row * cols + c, &a[..n]);
                 }
             }
         }
@@ -109,7 +109,7 @@ pub struct Backward {
 /// [`crate::Ops::rmsnorm_backward`]: with `n = x * rstd` and `g = dy * weight`,
 /// `dx = rstd * (g - n * mean(g * n))`, `dweight = sum over rows of dy * n`.
 pub fn backward(pool: &Pool, t: Backward, rows: usize, cols: usize) {
-    simd_fn! { fn group[S](_s: S, i: usize, range: Range<usize>, t: Backward, cols: usize) {
+    simd_fn! { fn group[S](s: S, i: usize, range: Range<usize>, t: Backward, cols: usize) {
         let (mut a, mut d, mut w) = ([0f32; BLOCK], [0f32; BLOCK], [0f32; BLOCK]);
         // SAFETY: each group has its own row.
         let mut partial = t.dweight.map(|_| unsafe { t.partial.slice(i * cols, cols) });
@@ -126,9 +126,9 @@ pub fn backward(pool: &Pool, t: Backward, rows: usize, cols: usize) {
                 let (a, d, w) = (&mut a[..n], &mut d[..n], &mut w[..n]);
                 // SAFETY: a row belongs to one item.
                 unsafe {
-                    t.x.load(at, a);
-                    t.dy.load(at, d);
-                    t.weight.load(c, w);
+                    t.x.load(s, at, a);
+                    t.dy.load(s, at, d);
+                    t.weight.load(s, c, w);
                 }
                 if let Some(p) = &mut partial {
                     for ((p, d), a) in p[c..c + n].iter_mut().zip(&*d).zip(&*a) {
@@ -149,19 +149,19 @@ pub fn backward(pool: &Pool, t: Backward, rows: usize, cols: usize) {
                 let (a, d, w) = (&mut a[..n], &mut d[..n], &mut w[..n]);
                 // SAFETY: as above; dy is read before dx, which may be dy, is written.
                 unsafe {
-                    t.x.load(at, a);
-                    t.dy.load(at, d);
-                    t.weight.load(c, w);
+                    t.x.load(s, at, a);
+                    t.dy.load(s, at, d);
+                    t.weight.load(s, c, w);
                     for ((d, a), w) in d.iter_mut().zip(&*a).zip(&*w) {
                         *d = r * (*d * w - a * mean);
                     }
                     if write == Write::Add {
-                        dx.load(at, a);
+                        dx.load(s, at, a);
                         for (d, a) in d.iter_mut().zip(&*a) {
                             *d += *a;
                         }
                     }
-                    dx.store(at, d);
+                    dx.store(s, at, d);
                 }
             }
         }

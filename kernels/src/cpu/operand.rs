@@ -4,7 +4,8 @@
 //! which also makes two storage types one code path.
 #![allow(unsafe_code)]
 
-use super::float::{Float, FloatMut};
+use super::float::{Elem, Float, FloatMut};
+use super::simd::Simd;
 use crate::{DType, Error, Result, View};
 use half::bf16;
 
@@ -152,12 +153,23 @@ impl Operand {
     /// # Safety
     /// As [`Raw::read`].
     #[inline(always)]
-    pub unsafe fn load(self, start: usize, out: &mut [f32]) {
+    pub unsafe fn load<S: Simd>(self, s: S, start: usize, out: &mut [f32]) {
         match self {
             // SAFETY: by contract.
             Operand::F32(x) => out.copy_from_slice(unsafe { x.read(start, out.len()) }),
-            // SAFETY: by contract.
-            Operand::Bf16(x) => widen(out, unsafe { x.read(start, out.len()) }),
+            Operand::Bf16(x) => {
+                // SAFETY: by contract.
+                let x = unsafe { x.read(start, out.len()) };
+                let mut i = 0;
+                while i + S::LANES <= x.len() {
+                    // SAFETY: a whole vector is left in both.
+                    unsafe { s.store(out.as_mut_ptr().add(i), bf16::load(s, x.as_ptr().add(i))) };
+                    i += S::LANES;
+                }
+                for (o, x) in out[i..].iter_mut().zip(&x[i..]) {
+                    *o = Elem::to_f32(*x);
+                }
+            }
         }
     }
 
@@ -166,51 +178,58 @@ impl Operand {
     /// # Safety
     /// As [`Raw::slice`].
     #[inline(always)]
-    pub unsafe fn store(self, start: usize, x: &[f32]) {
+    pub unsafe fn store<S: Simd>(self, s: S, start: usize, x: &[f32]) {
         match self {
             // SAFETY: by contract.
             Operand::F32(y) => unsafe { y.slice(start, x.len()) }.copy_from_slice(x),
-            // SAFETY: by contract.
-            Operand::Bf16(y) => narrow(unsafe { y.slice(start, x.len()) }, x),
+            Operand::Bf16(y) => {
+                // SAFETY: by contract.
+                let y = unsafe { y.slice(start, x.len()) };
+                let mut i = 0;
+                while i + S::LANES <= x.len() {
+                    // SAFETY: a whole vector is left in both.
+                    unsafe { bf16::store(s, y.as_mut_ptr().add(i), s.load(x.as_ptr().add(i))) };
+                    i += S::LANES;
+                }
+                for (y, x) in y[i..].iter_mut().zip(&x[i..]) {
+                    *y = Elem::from_f32(*x);
+                }
+            }
         }
-    }
-}
-
-/// `out = x`, exact.
-#[inline(always)]
-pub fn widen(out: &mut [f32], x: &[bf16]) {
-    for (o, x) in out.iter_mut().zip(x) {
-        *o = f32::from_bits(u32::from(x.to_bits()) << 16);
-    }
-}
-
-/// `out = x` rounded to nearest even, without branches so that it vectorizes; a NaN stays a (quiet) NaN of its sign.
-#[inline(always)]
-pub fn narrow(out: &mut [bf16], x: &[f32]) {
-    for (o, x) in out.iter_mut().zip(x) {
-        let bits = x.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        let quiet = (bits >> 16) | 0x40;
-        *o = bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::simd::{Isa, simd_fn};
     use super::*;
     use proptest::prelude::*;
 
+    simd_fn! {
+        fn there_and_back[S](s: S, to: Operand, from: Operand, x: &mut [f32]) {
+            // SAFETY: as many elements in all three.
+            unsafe {
+                from.load(s, 0, x);
+                to.store(s, 0, x);
+            }
+        }
+    }
+
     proptest! {
-        /// `half` is the reference for the conversion.
+        /// `half` is the reference for the conversion, of vectors and of what is left behind them.
         #[test]
-        fn conversions_are_those_of_half(bits: u32) {
-            let x = f32::from_bits(bits);
-            let mut got = [bf16::ZERO];
-            narrow(&mut got, &[x]);
-            prop_assert_eq!(got[0].to_bits(), bf16::from_f32(x).to_bits());
-            let mut back = [0f32];
-            widen(&mut back, &got);
-            prop_assert_eq!(back[0].to_bits(), got[0].to_f32().to_bits());
+        fn conversions_are_those_of_half(bits in prop::collection::vec(any::<u32>(), 0..50)) {
+            let mut x: Vec<f32> = bits.iter().map(|b| f32::from_bits(*b)).collect();
+            let want: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+            let same = |a: &[bf16]| a.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
+            for isa in Isa::available() {
+                let (mut narrow, mut again, mut buffer) = (vec![bf16::ZERO; x.len()], vec![bf16::ZERO; x.len()], vec![0f32; x.len()]);
+                let handle = Operand::Bf16(Raw::new(&mut narrow));
+                there_and_back(isa, handle, Operand::F32(Raw::new(&mut x)), &mut buffer);
+                there_and_back(isa, Operand::Bf16(Raw::new(&mut again)), handle, &mut buffer);
+                prop_assert!(same(&narrow) && same(&again));
+                prop_assert!(buffer.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_f32().to_bits()));
+            }
         }
     }
 }

@@ -25,7 +25,7 @@ pub fn rotate(
     check_ids(op, "position", positions, table.elems() / head_dim)?;
     // Tokens of a work item.
     const GRAIN: usize = 8;
-    simd_fn! { fn tokens[S](_s: S, range: std::ops::Range<usize>, x: Operand, table: Raw<f32>, positions: &[i32], heads: usize, head_dim: usize, sign: f32) {
+    simd_fn! { fn tokens[S](s: S, range: std::ops::Range<usize>, x: Operand, table: Raw<f32>, positions: &[i32], heads: usize, head_dim: usize, sign: f32) {
         let half = head_dim / 2;
         let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
         for n in range {
@@ -38,14 +38,14 @@ pub fn rotate(
                     let (a, b) = (&mut a[..m], &mut b[..m]);
                     // SAFETY: within token n, which belongs to one item.
                     unsafe {
-                        x.load(first, a);
-                        x.load(second, b);
+                        x.load(s, first, a);
+                        x.load(s, second, b);
                         for ((a, b), (cos, sin)) in a.iter_mut().zip(b.iter_mut()).zip(row[i..].iter().zip(&row[half + i..])) {
                             let sin = sin * sign;
                             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
                         }
-                        x.store(first, a);
-                        x.store(second, b);
+                        x.store(s, first, a);
+                        x.store(s, second, b);
                     }
                 }
             }

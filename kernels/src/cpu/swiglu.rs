@@ -21,14 +21,14 @@ pub fn forward(pool: &Pool, h: Operand, gate: Operand, up: Operand) {
         for (at, n) in blocks(start, end) {
             // SAFETY: in range by `for_each_item`; items are disjoint, and aliases are read before they are written.
             unsafe {
-                gate.load(at, &mut g[..n]);
-                up.load(at, &mut u[..n]);
+                gate.load(s, at, &mut g[..n]);
+                up.load(s, at, &mut u[..n]);
                 // Whole vectors: what lies behind n is computed and not stored.
                 for i in (0..BLOCK).step_by(S::LANES) {
                     let (a, b) = (s.load_slice(&g[i..]), s.load_slice(&u[i..]));
                     s.store_slice(&mut g[i..], s.mul(s.mul(a, sigmoid(s, a)), b));
                 }
-                h.store(at, &g[..n]);
+                h.store(s, at, &g[..n]);
             }
         }
     } }
@@ -42,9 +42,9 @@ pub fn backward(pool: &Pool, dgate: Operand, dup: Operand, dh: Operand, gate: Op
         for (at, n) in blocks(start, end) {
             // SAFETY: as in `forward`.
             unsafe {
-                dh.load(at, &mut d[..n]);
-                gate.load(at, &mut g[..n]);
-                up.load(at, &mut u[..n]);
+                dh.load(s, at, &mut d[..n]);
+                gate.load(s, at, &mut g[..n]);
+                up.load(s, at, &mut u[..n]);
                 let one = s.splat(1.0);
                 for i in (0..BLOCK).step_by(S::LANES) {
                     let (dh, a, b) = (s.load_slice(&d[i..]), s.load_slice(&g[i..]), s.load_slice(&u[i..]));
@@ -53,8 +53,8 @@ pub fn backward(pool: &Pool, dgate: Operand, dup: Operand, dh: Operand, gate: Op
                     s.store_slice(&mut g[i..], s.mul(s.mul(dh, b), slope));
                     s.store_slice(&mut u[i..], s.mul(dh, s.mul(a, sig)));
                 }
-                dgate.store(at, &g[..n]);
-                dup.store(at, &u[..n]);
+                dgate.store(s, at, &g[..n]);
+                dup.store(s, at, &u[..n]);
             }
         }
     } }
