@@ -123,6 +123,9 @@ pub fn sync_files(dir: &Path) -> Result<(), Error> {
 /// The system's; then `dir` is as before, and `tmp` still there.
 pub fn install(tmp: &Path, dir: &Path) -> Result<(), Error> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
+    if dir.exists() && !dir.is_dir() {
+        return Err(at("replace", dir)(io::ErrorKind::NotADirectory.into()));
+    }
     sync_files(tmp)?;
     if dir.exists() {
         match renameat_with(CWD, tmp, CWD, dir, RenameFlags::EXCHANGE) {

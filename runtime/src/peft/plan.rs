@@ -49,7 +49,7 @@ impl LoraTarget {
 pub struct LoraPlan {
     /// Adapted layers. The index is a layer's dropout site.
     pub targets: Vec<LoraTarget>,
-    /// What will be written: targets as an explicit list.
+    /// What will be written: targets as an explicit list. The trainer sets `base_model` to the name users know the base by.
     pub config: AdapterConfig,
 }
 
@@ -60,8 +60,12 @@ impl LoraPlan {
     /// A target or pattern that matches no layer, an invalid or ambiguous pattern, an adapter that cannot be honoured.
     pub fn new(lora: &LoraConfig, arch: &ArchConfig) -> Result<LoraPlan> {
         if let Some(path) = &lora.adapter_path {
-            let config = AdapterConfig::load(path)?;
+            let mut config = AdapterConfig::load(path)?;
             check_same(lora, &config)?;
+            // Dropout is how one trains, not what the adapter is.
+            if lora.dropout != 0.0 {
+                config.dropout = f64::from(lora.dropout);
+            }
             return Self::of(&config, arch);
         }
         let modules = arch.linear_modules();
