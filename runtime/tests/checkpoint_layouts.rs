@@ -75,7 +75,8 @@ proptest! {
             prop_assert_eq!(got, values(kind, p, a, b - a));
         }
         prop_assert!(reader.read(Kind::M, "p0", 1, &mut vec![0f32; sizes[0]]).is_err());
-        prop_assert!(matches!(reader.read(Kind::M, "absent", 0, &mut [0.0]), Err(Error::NoParam { .. })));
+        let absent = matches!(reader.read(Kind::M, "absent", 0, &mut [0.0]), Err(Error::NoParam { .. }));
+        prop_assert!(absent);
     }
 }
 
@@ -155,7 +156,7 @@ fn truncation_and_flipped_bits_are_found() {
     assert_eq!(names.len(), 5);
     for path in names {
         let good = fs::read(&path).unwrap();
-        let mut check = |bytes: &[u8], what: &str| {
+        let check = |bytes: &[u8], what: &str| {
             fs::write(&path, bytes).unwrap();
             let found = checkpoint::latest(run.path(), Check::Full).unwrap();
             assert_eq!(found.found.unwrap().manifest().step, 1, "{}: {what}", path.display());

@@ -37,8 +37,8 @@ fn base_as(dir: &Path, dtype: Stored) -> Weights {
 #[test]
 fn merged_weights_are_the_rounded_sum() {
     let adapter_dir = golden().join("tiny_lora/adapter_final");
-    // Half a unit in the last place of each type, relative, for rounding; f32 sums of 16 products add the first term's rounding.
-    for (dtype, half_ulp) in [(Stored::F32, 2f64.powi(-24)), (Stored::BF16, 2f64.powi(-9)), (Stored::F16, 2f64.powi(-12))] {
+    // Rounding once: half a unit in the last place, 2^-p relative for p significant bits (24, 8, 11). The f32 sum of 16 products adds 18 roundings of 2^-24.
+    for (dtype, half_ulp) in [(Stored::F32, 2f64.powi(-24)), (Stored::BF16, 2f64.powi(-8)), (Stored::F16, 2f64.powi(-11))] {
         let top = tempfile::tempdir().unwrap();
         let (base_dir, out) = (top.path().join("base"), top.path().join("out"));
         let base = base_as(&base_dir, dtype);
