@@ -1,5 +1,5 @@
 //! Prints the rate of products at the shapes of SmolLM2-135M and of small models, as GFLOP/s and as a share of the
-//! multiply-add rate that this processor reaches without memory: `cargo run --release -p zrt-kernels --example matmul_rate`.
+//! multiply-add rate that this processor reaches without memory: `cargo run --release -p zrt-kernels --example matmul_rate [avx2]`.
 
 use half::bf16;
 use zrt_kernels::Write;
@@ -75,7 +75,8 @@ fn main() -> zrt_kernels::Result<()> {
         ("tiny", 128, 64, 64),
         ("tiny mlp", 128, 176, 64),
     ];
-    for isa in Isa::available() {
+    let only = std::env::args().nth(1);
+    for isa in Isa::available().into_iter().filter(|isa| only.as_deref().is_none_or(|o| o == isa.name())) {
         let (pool, peak) = (Pool::with_isa(1, isa)?, peak_gflops(isa));
         println!(
             "\n{}: peak {peak:.1} GFLOP/s of one thread\n{:<10} {:>5} {:>6} {:>5}   {:>14} {:>14} {:>14} {:>14} {:>14} {:>14}",
@@ -100,7 +101,7 @@ fn main() -> zrt_kernels::Result<()> {
             let (mut yh, mut dxh) = (narrow(&y), narrow(&dx));
             let product = |m, n, k| Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
             let flops = 2.0 * (n * o * i) as f64;
-            let runs = ((2e9 / flops) as usize).clamp(3, 2000);
+            let runs = ((1e10 / flops) as usize).clamp(3, 2000);
             print!("{name:<10} {n:>5} {o:>6} {i:>5}  ");
             for half in [false, true] {
                 let (x, w, dy) = if half {

@@ -97,6 +97,10 @@ pub trait Elem: bytemuck::Pod + Send + Sync {
     fn to_f32(self) -> f32;
     /// Rounded to nearest even.
     fn from_f32(value: f32) -> Self;
+    /// The address itself where this type is `f32`.
+    fn as_f32(_p: *mut Self) -> Option<*mut f32> {
+        None
+    }
     /// `S::LANES` elements from `p`.
     ///
     /// # Safety
@@ -147,6 +151,10 @@ impl Elem for f32 {
     #[inline(always)]
     fn from_f32(value: f32) -> f32 {
         value
+    }
+    #[inline(always)]
+    fn as_f32(p: *mut f32) -> Option<*mut f32> {
+        Some(p)
     }
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const f32) -> S::V {

@@ -173,9 +173,10 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
     let (partial, rest) = rest.split_at_mut(PARTIAL);
     let (bias, last) = rest.split_at_mut(ITEM_N);
     let (height, width) = (S::TILE_ROWS, S::TILE_VECTORS * S::LANES);
-    let padded = cols.len().next_multiple_of(S::LANES);
-    assert!(rows.len() <= ITEM_M && padded <= ITEM_N);
+    let padded_rows = rows.len().next_multiple_of(height);
+    assert!(padded_rows <= ITEM_M && cols.len().next_multiple_of(S::LANES) <= ITEM_N);
     let how = Finish { alpha: job.p.alpha, bias: prepare_bias(bias, job.p.bias, &cols), add: job.p.write == Write::Add };
+    let plain = how.bias.is_null() && !how.add && how.alpha == 1.0;
     let k_blocks = job.p.k.div_ceil(BLOCK_K).max(1);
     let block_k = job.p.k.div_ceil(k_blocks).next_multiple_of(8);
     let block_m = rows.len().div_ceil(rows.len().div_ceil(BLOCK_M)).next_multiple_of(height);
@@ -196,20 +197,24 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
                 let vectors = panel_cols / S::LANES;
                 for (panel, row) in block.clone().step_by(height).enumerate() {
                     let a = pack::panel_a::<S>(packed_a.as_ptr(), panel, steps, job.a.k_contiguous);
-                    // SAFETY: panels hold `steps` steps; partial sums have a row per row of the item (ITEM_M is a whole number of
-                    // tiles) and `padded` columns; the tile of complete sums fits LAST_TILE; items write disjoint parts of c.
+                    // SAFETY: panels hold `steps` steps; partial sums have a tile per tile of the item, panel by panel (ITEM_M is a whole
+                    // number of tiles); a tile of complete sums fits LAST_TILE; items write disjoint parts of c.
                     unsafe {
                         let b = packed_b.as_ptr().add(done * steps);
-                        let sums = partial.as_mut_ptr().add((row - rows.start) * padded + done);
-                        let before = (!first).then_some((sums as *const f32, padded));
+                        let sums = partial.as_mut_ptr().add(done * padded_rows + (row - rows.start) * panel_cols);
+                        let before = (!first).then_some((sums as *const f32, panel_cols));
                         if !complete {
-                            tile::full_tile::<S, P>(s, vectors, steps, a, b, sums, padded, before);
+                            tile::full_tile::<S, P>(s, vectors, steps, a, b, sums, panel_cols, before);
+                            continue;
+                        }
+                        let c = job.c.ptr().add(row * job.stride + cols.start + done);
+                        let (m, n) = (height.min(block.end - row), panel_cols.min(cols.len() - done));
+                        if let (true, Some(c)) = (plain && m == height && n == panel_cols, C::as_f32(c)) {
+                            tile::full_tile::<S, P>(s, vectors, steps, a, b, c, job.stride, before);
                             continue;
                         }
                         tile::full_tile::<S, P>(s, vectors, steps, a, b, last.as_mut_ptr(), width, before);
-                        let c = job.c.ptr().add(row * job.stride + cols.start + done);
                         let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
-                        let (m, n) = (height.min(block.end - row), panel_cols.min(cols.len() - done));
                         tile::finish::<S, C>(s, last.as_ptr(), width, c, job.stride, m, n, how);
                     }
                 }
@@ -218,6 +223,31 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
             top = block.end;
         }
     }
+}
+
+/// `Ok` when products on `isa` agree with the portable path, for every layout and type; part of the check before first use.
+pub(crate) fn self_check(isa: Isa) -> Result<(), String> {
+    let (m, n, k) = (19, 101, 37);
+    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 64.0;
+    let (a, b): (Vec<f32>, Vec<f32>) = ((0..m * k).map(value).collect(), (0..n * k).map(|i| value(i + 7)).collect());
+    let narrow = |x: &[f32]| -> Vec<half::bf16> { x.iter().map(|x| half::bf16::from_f32(*x)).collect() };
+    let (ah, bh) = (narrow(&a), narrow(&b));
+    let pools = [isa, Isa::PORTABLE].map(|isa| Pool::with_isa(1, isa));
+    let [Ok(pool), Ok(portable)] = &pools else { return Err("no memory for scratch".into()) };
+    let p = Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
+    for case in 0..8 {
+        let (fa, fb) = if case & 1 == 0 { (Float::F32(&a), Float::F32(&b)) } else { (Float::Bf16(&ah), Float::Bf16(&bh)) };
+        let oa = if case & 2 == 0 { Operand::k_inner(fa, k) } else { Operand::k_outer(fa, m) };
+        let ob = if case & 4 == 0 { Operand::k_inner(fb, k) } else { Operand::k_outer(fb, n) };
+        let (mut got, mut want) = (vec![0.0f32; m * n], vec![0.0f32; m * n]);
+        matmul(pool, FloatMut::F32(&mut got), n, oa, ob, p);
+        matmul(portable, FloatMut::F32(&mut want), n, oa, ob, p);
+        // Sums of 37 products below 1 in two orders; a wrong lane is off by far more.
+        if let Some(i) = (0..m * n).find(|i| (got[*i] - want[*i]).abs() > 1e-4 || got[*i].is_nan()) {
+            return Err(format!("matmul of layout {case}, element {i}: {} instead of {}", got[i], want[i]));
+        }
+    }
+    Ok(())
 }
 
 /// The bias of columns `cols` as `f32`, padded with zeros; null without one.

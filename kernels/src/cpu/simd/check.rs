@@ -8,12 +8,13 @@ use super::{Isa, simd_fn};
 use crate::cpu::float::Elem;
 use half::bf16;
 
-/// `Ok` when every vector operation of `isa` agrees with plain scalar code.
+/// `Ok` when every vector operation of `isa` agrees with plain scalar code, and small products with the portable path.
 pub fn self_check(isa: Isa) -> Result<(), String> {
     if isa == Isa::PORTABLE {
         return Ok(());
     }
-    vector_check(isa)
+    vector_check(isa)?;
+    crate::cpu::matmul::self_check(isa)
 }
 
 const LEN: usize = 64;
@@ -112,7 +113,7 @@ mod tests {
     #[test]
     fn every_available_set_passes_and_portable_agrees() {
         for isa in Isa::available() {
-            vector_check(isa).unwrap();
+            self_check(isa).unwrap();
         }
         assert!(Isa::notes().is_empty(), "{:?}", Isa::notes());
         assert_eq!(Some(&Isa::detect()), Isa::available().last());
