@@ -261,7 +261,7 @@ unsafe fn transposed_pairs<S: Simd>(s: S, out: *mut f32, x: &[bf16], stride: usi
                 let src = x.as_ptr().wrapping_add((cols.start + done + j) * stride + ks.start);
                 let mut step = 0;
                 // Pairs move as 32 bits; rows of odd length are not whole pairs apart and go one by one.
-                while real == 8 && stride % 2 == 0 && 2 * step + 16 <= ks.len() {
+                while real == 8 && stride.is_multiple_of(2) && 2 * step + 16 <= ks.len() {
                     s.transpose8(src.add(2 * step).cast::<f32>(), stride / 2, dst.add(step * width + j), width);
                     step += 8;
                 }

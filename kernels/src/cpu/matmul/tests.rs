@@ -161,6 +161,6 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
     fn any_shape((m, n, k, bits) in (1usize..70, 1usize..120, 1usize..90, 0u32..64), threads in 1usize..4) {
-        check(&*Pool::with_isa(threads, *Isa::available().last().unwrap()).unwrap(), case(m, n, k, bits), false);
+        check(&Pool::with_isa(threads, *Isa::available().last().unwrap()).unwrap(), case(m, n, k, bits), false);
     }
 }
