@@ -151,7 +151,7 @@ impl Weights {
     pub fn read_stored(&self, name: &str, start: usize, dst: &mut [u8]) -> Result<()> {
         let info = self.tensor(name)?;
         let width = info.dtype.bytes();
-        if width == 0 || dst.len() % width != 0 || start.checked_add(dst.len() / width).is_none_or(|end| end > info.elems()) {
+        if width == 0 || !dst.len().is_multiple_of(width) || start.checked_add(dst.len() / width).is_none_or(|end| end > info.elems()) {
             let what = format!("elements {start}.. in {} bytes, of shape {:?} of {}", dst.len(), info.shape, info.dtype);
             return Err(Error::Range { name: name.into(), what });
         }

@@ -284,10 +284,10 @@ fn check_same(lora: &LoraConfig, adapter: &AdapterConfig) -> Result<()> {
     if !lora.alpha_pattern.is_empty() && lora.alpha_pattern != alphas {
         return differ("alpha_pattern", format!("{:?}", lora.alpha_pattern), format!("{:?}", adapter.alpha_pattern));
     }
-    if let (TargetModules::List(here), Targets::List(there)) = (&lora.target_modules, &adapter.targets) {
-        if here.iter().collect::<BTreeSet<_>>() != there.iter().collect::<BTreeSet<_>>() {
-            return differ("target_modules", format!("{here:?}"), format!("{there:?}"));
-        }
+    if let (TargetModules::List(here), Targets::List(there)) = (&lora.target_modules, &adapter.targets)
+        && here.iter().collect::<BTreeSet<_>>() != there.iter().collect::<BTreeSet<_>>()
+    {
+        return differ("target_modules", format!("{here:?}"), format!("{there:?}"));
     }
     Ok(())
 }
