@@ -52,7 +52,7 @@ fn behaves(store: &dyn Store) {
 
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| store.wait(&["x", "y"], LONG));
-        let gets = scope.spawn(|| store.get("y", LONG));
+        let gets = scope.spawn(|| store.get("y", Duration::MAX));
         store.set("x", b"1").unwrap();
         store.set("y", b"2").unwrap();
         waits.join().unwrap().unwrap();

@@ -41,7 +41,7 @@ pub(super) fn processes(store: &dyn Store, rank: usize, ranks: usize, options: L
     if rank >= ranks {
         return fail(format!("rank {rank} of {ranks} ranks; expected a rank below {ranks}"));
     }
-    let until = Instant::now() + options.init_timeout;
+    let until = crate::store::from_now(options.init_timeout);
     let key = format!("local/{}/memory", options.name);
     let (shared, memory) = if rank == 0 {
         let (shared, fd) = Shared::create(ranks, &options)?;

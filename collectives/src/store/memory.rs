@@ -1,6 +1,6 @@
 //! The store itself: a map behind a lock, and a condition that every change signals.
 
-use super::{MAX_STORE_BYTES, MAX_VALUE_BYTES, Store, check_key, check_keys, fail};
+use super::{MAX_STORE_BYTES, MAX_VALUE_BYTES, Store, check_key, check_keys, fail, from_now};
 use crate::Result;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -63,7 +63,7 @@ impl MemoryStore {
 
     /// `Ok(None)` when the keys are there, `Ok(Some(first missing key))` when `wait` has passed.
     pub(super) fn wait_briefly(&self, keys: &[&str], wait: Duration) -> Result<Option<String>> {
-        let until = Instant::now() + wait;
+        let until = from_now(wait);
         let mut map = self.lock();
         loop {
             let Some(key) = map.missing(keys) else { return Ok(None) };
@@ -97,7 +97,7 @@ impl Store for MemoryStore {
 
     fn get(&self, key: &str, deadline: Duration) -> Result<Vec<u8>> {
         check_key(key)?;
-        let until = Instant::now() + deadline;
+        let until = from_now(deadline);
         loop {
             if self.wait_briefly(&[key], until.saturating_duration_since(Instant::now()))?.is_some() {
                 return not_set(key, deadline);

@@ -13,7 +13,7 @@ pub use secret::Secret;
 pub use tcp::{ServerOptions, TcpStore, TcpStoreServer};
 
 use crate::{Error, Result};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest key, in bytes.
 pub const MAX_KEY_BYTES: usize = 1024;
@@ -38,6 +38,14 @@ pub trait Store: Send + Sync {
     fn wait(&self, keys: &[&str], deadline: Duration) -> Result<()>;
     /// Removes `key`; true when it was there.
     fn delete(&self, key: &str) -> Result<bool>;
+}
+
+/// Longest wait: a day. Longer deadlines count as this.
+const MAX_WAIT: Duration = Duration::from_secs(86_400);
+
+/// When a wait of `deadline` that begins now ends; any duration is fine.
+pub(crate) fn from_now(deadline: Duration) -> Instant {
+    Instant::now() + deadline.min(MAX_WAIT)
 }
 
 fn fail<T>(what: String) -> Result<T> {

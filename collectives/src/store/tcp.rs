@@ -4,7 +4,7 @@
 use super::memory::not_set;
 use super::secret::Secret;
 use super::wire::Link;
-use super::{MemoryStore, Store, check_key, check_keys, fail};
+use super::{MAX_WAIT, MemoryStore, Store, check_key, check_keys, fail, from_now};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -172,7 +172,7 @@ fn accept_loop(shared: &Arc<Shared>, listener: &TcpListener) {
         let serving = shared.clone();
         let spawned = std::thread::Builder::new().name("store client".into()).spawn(move || {
             let _ = stream.set_nodelay(true);
-            let link = Link::accept(stream, &serving.secret, Instant::now() + serving.options.handshake_timeout);
+            let link = Link::accept(stream, &serving.secret, from_now(serving.options.handshake_timeout));
             serving.connections().handshakes -= 1;
             match link {
                 Ok(link) => serve(&serving, link),
@@ -240,7 +240,7 @@ fn answer(shared: &Shared, link: &Link, request: &[u8]) -> Option<Vec<u8>> {
 /// The first missing key once `deadline` has passed, or `None` inside when all are set; outer `None` when the client left.
 fn wait(shared: &Shared, link: &Link, keys: &[&str], deadline: Duration) -> Result<Option<Option<String>>> {
     check_keys(keys)?;
-    let until = Instant::now() + deadline;
+    let until = from_now(deadline);
     loop {
         let left = until.saturating_duration_since(Instant::now());
         match shared.store.wait_briefly(keys, left.min(LOOK))? {
@@ -260,9 +260,6 @@ enum Request<'a> {
     Wait(Vec<&'a str>, Duration),
     Delete(&'a str),
 }
-
-/// Longest wait that a client may ask for: a day.
-const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
 fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u32).to_le_bytes());
@@ -391,7 +388,7 @@ impl TcpStore {
 
     /// A new connection. Tries again while nobody listens or the server is busy; a wrong secret is final.
     fn dial(&self, deadline: Duration) -> Result<Link> {
-        let until = Instant::now() + deadline;
+        let until = from_now(deadline);
         loop {
             let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
             let error = match TcpStream::connect_timeout(&self.address, left) {
@@ -421,7 +418,7 @@ impl TcpStore {
             Some(link) => link,
             None => self.dial(GRACE)?,
         };
-        let until = Instant::now() + deadline.min(MAX_WAIT) + GRACE;
+        let until = from_now(deadline) + GRACE;
         let frame = link.send(&request.write()).and_then(|()| link.receive(Some(until)));
         // A link that failed is dropped here: its sequence is broken.
         let frame = match frame {

@@ -30,8 +30,10 @@ const WELCOME: &[u8] = b"welcome";
 const FRAME_SECS: Duration = Duration::from_secs(30);
 
 fn mac(key: &[u8; 32], label: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-    // HMAC takes keys of any length: this cannot fail.
-    let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| unreachable!("HMAC accepts every key length"));
+    // HMAC pads a key with zeros to the block of its hash; padded here, no length can be wrong.
+    let mut block = [0; 64];
+    block[..key.len()].copy_from_slice(key);
+    let mut mac = Hmac::<Sha256>::new(&block.into());
     mac.update(&[label.len() as u8]);
     mac.update(label);
     for part in parts {
