@@ -11,8 +11,9 @@
 //!
 //! Either way the turn must contain what the message says; a template that defeats both is an error, never a silent mask.
 
-use super::template::{ChatTemplate, Conversation, Rendered, unused_marks};
+use super::template::{ChatTemplate, Conversation, Dialog, Rendered, message_value};
 use super::tokenizer::{Encoded, Tokenizer};
+use minijinja::Value;
 use serde_json::Value as Json;
 use std::ops::Range;
 
@@ -23,28 +24,30 @@ pub(crate) fn assistant_spans(
     conversation: &Conversation<'_>,
     first_trained: usize,
 ) -> Result<(String, Vec<Range<usize>>), String> {
-    let Rendered { text, generated } = template.render(conversation, false)?;
+    let dialog = template.dialog(conversation)?;
+    let Rendered { text, generated } = template.render_dialog(&dialog, &dialog.messages, false)?;
     let mut spans = Vec::new();
     if template.has_generation() {
         // Messages before `first_trained` are a prompt: as many blocks as they give on their own are not trained.
-        let head = Conversation { messages: &conversation.messages[..first_trained], ..*conversation };
-        let skipped = if first_trained == 0 { 0 } else { template.render(&head, false)?.generated.len() };
+        let head = &dialog.messages[..first_trained];
+        let skipped = if first_trained == 0 { 0 } else { template.render_dialog(&dialog, head, false)?.generated.len() };
         spans.extend(generated.into_iter().skip(skipped).map(|s| with_end_of_turn(tokenizer, &text, s)));
     } else {
+        let turns = Turns { tokenizer, template, conversation, dialog: &dialog, text: &text };
         for (i, message) in conversation.messages.iter().enumerate().skip(first_trained) {
             if message["role"] != "assistant" {
                 continue;
             }
             let after = spans.last().map_or(0, |s: &Range<usize>| s.end);
             let fits = |span: &Range<usize>| span.start >= after && says(&text[span.clone()], message);
-            let mut span = by_prefixes(tokenizer, template, conversation, i, &text)?.filter(fits);
+            let mut span = turns.by_prefixes(i).filter(fits);
             if span.is_none() {
                 // It ends where the words end, whatever they imitate, so the end of turn follows.
-                let words = by_sentinel(template, conversation, i, &text)?;
+                let words = turns.by_sentinel(i);
                 span = words.filter(fits).map(|s| s.start..following_end(tokenizer, &text, s.end));
             }
             if span.is_none() {
-                span = by_reply(tokenizer, template, conversation, i, &text)?.filter(fits);
+                span = turns.by_reply(i).filter(fits);
             }
             let span = span.ok_or_else(|| {
                 format!(
@@ -76,73 +79,70 @@ pub(crate) fn token_mask(encoded: &Encoded, spans: &[Range<usize>]) -> Vec<u8> {
         .collect()
 }
 
-/// Where turn `i` begins and ends, if its prefixes nest.
-fn by_prefixes(
-    tokenizer: &Tokenizer,
-    template: &ChatTemplate,
-    conversation: &Conversation<'_>,
-    i: usize,
-    text: &str,
-) -> Result<Option<Range<usize>>, String> {
-    let prefix = |messages: usize, add_generation_prompt: bool| {
-        let head = Conversation { messages: &conversation.messages[..messages], ..*conversation };
-        template.render(&head, add_generation_prompt).map(|r| r.text)
-    };
-    // A template may refuse a conversation that ends early; then its prefixes do not nest.
-    let (Ok(before), Ok(plain), Ok(through)) = (prefix(i, true), prefix(i, false), prefix(i + 1, false)) else { return Ok(None) };
-    if through.len() <= before.len() || !text.starts_with(&before) || !text.starts_with(&through) {
-        return Ok(None);
-    }
-    let mut start = before.len();
-    if before == plain {
-        // The generation prompt has no effect, so a header may follow, which is not content: what any other answer has in common.
-        let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
-        let mut messages = conversation.messages[..i].to_vec();
-        messages.push(serde_json::json!({"role": "assistant", "content": mark.to_string()}));
-        let Ok(other) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
-        start = start.max(common_bytes(&other.text, text));
-    }
-    // The blanks that separate turns are not for the model to write.
-    let end = text.get(start..through.len()).map_or(start, |turn| start + closed_bytes(tokenizer, turn).unwrap_or(turn.len()));
-    Ok((start < end).then_some(start..end))
+/// The ways to find where a turn begins and ends in the text. A template may refuse a variant; then that way finds nothing.
+struct Turns<'a> {
+    tokenizer: &'a Tokenizer,
+    template: &'a ChatTemplate,
+    conversation: &'a Conversation<'a>,
+    dialog: &'a Dialog,
+    text: &'a str,
 }
 
-/// Where the text changes when turn `i` says one unique character instead.
-fn by_sentinel(template: &ChatTemplate, conversation: &Conversation<'_>, i: usize, text: &str) -> Result<Option<Range<usize>>, String> {
-    let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
-    let mut messages = conversation.messages.to_vec();
-    messages[i] = saying(&messages[i], mark);
-    let Ok(changed) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
-    let changed = changed.text;
-    let (Some(first), Some(last)) = (changed.find(mark), changed.rfind(mark)) else { return Ok(None) };
-    let after = &changed[last + mark.len_utf8()..];
-    let start = common_bytes(&changed[..first], text);
-    // What follows the turn must be unchanged, else the change reached beyond it and the end is unknown.
-    let fits = text.ends_with(after) && start < text.len() - after.len();
-    Ok(fits.then(|| start..text.len() - after.len()))
-}
+impl Turns<'_> {
+    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Option<String> {
+        self.template.render_dialog(self.dialog, messages, add_generation_prompt).ok().map(|r| r.text)
+    }
 
-/// Where a tool call begins, if the model had answered in one unique character instead, until the end of the sequence.
-fn by_reply(
-    tokenizer: &Tokenizer,
-    template: &ChatTemplate,
-    conversation: &Conversation<'_>,
-    i: usize,
-    text: &str,
-) -> Result<Option<Range<usize>>, String> {
-    let Some(eos) = tokenizer.eos_text().filter(|_| !conversation.messages[i]["tool_calls"].is_null()) else { return Ok(None) };
-    let [mark, _] = unused_marks(conversation.messages.iter().chain(conversation.tools))?;
-    let mut messages = conversation.messages[..i].to_vec();
-    messages.push(saying(&conversation.messages[i], mark));
-    messages.extend(conversation.messages[i + 1..].iter().skip_while(|m| m["role"] != "user").cloned());
-    let Ok(changed) = template.render(&Conversation { messages: &messages, ..*conversation }, false) else { return Ok(None) };
-    let Some(first) = changed.text.find(mark) else { return Ok(None) };
-    let start = common_bytes(&changed.text[..first], text);
-    Ok(text[start..].find(eos).map(|at| start..start + at + eos.len()))
+    /// If the renderings of the messages before turn `i` and through it are prefixes of the whole.
+    fn by_prefixes(&self, i: usize) -> Option<Range<usize>> {
+        let messages = &self.dialog.messages;
+        let (before, through) = (self.render(&messages[..i], true)?, self.render(&messages[..=i], false)?);
+        if through.len() <= before.len() || !self.text.starts_with(&before) || !self.text.starts_with(&through) {
+            return None;
+        }
+        let mut start = before.len();
+        if self.render(&messages[..i], false)? == before {
+            // The generation prompt has no effect, so a header may follow, which is not content: what any other answer has in common.
+            let mut messages = messages[..i].to_vec();
+            messages.push(message_value(&serde_json::json!({"role": "assistant", "content": self.dialog.marks[0].to_string()})));
+            start = start.max(common_bytes(&self.render(&messages, false)?, self.text));
+        }
+        // The blanks that separate turns are not for the model to write.
+        let turn = self.text.get(start..through.len())?;
+        let end = start + closed_bytes(self.tokenizer, turn).unwrap_or(turn.len());
+        (start < end).then_some(start..end)
+    }
+
+    /// Where the text changes when turn `i` says one unique character instead.
+    fn by_sentinel(&self, i: usize) -> Option<Range<usize>> {
+        let mark = self.dialog.marks[0];
+        let mut messages = self.dialog.messages.clone();
+        messages[i] = saying(&self.conversation.messages[i], mark);
+        let changed = self.render(&messages, false)?;
+        let (first, last) = (changed.find(mark)?, changed.rfind(mark)?);
+        let after = &changed[last + mark.len_utf8()..];
+        let start = common_bytes(&changed[..first], self.text);
+        // What follows the turn must be unchanged, else the change reached beyond it and the end is unknown.
+        let end = self.text.strip_suffix(after)?.len();
+        (start < end).then_some(start..end)
+    }
+
+    /// Where a tool call begins, if the model had answered in one unique character instead, until the end of the sequence.
+    fn by_reply(&self, i: usize) -> Option<Range<usize>> {
+        let message = &self.conversation.messages[i];
+        let eos = self.tokenizer.eos_text().filter(|eos| !eos.is_empty() && !message["tool_calls"].is_null())?;
+        let mut messages = self.dialog.messages[..i].to_vec();
+        messages.push(saying(message, self.dialog.marks[0]));
+        let rest = self.conversation.messages.iter().zip(&self.dialog.messages).skip(i + 1);
+        messages.extend(rest.skip_while(|(m, _)| m["role"] != "user").map(|(_, value)| value.clone()));
+        let changed = self.render(&messages, false)?;
+        let start = common_bytes(&changed[..changed.find(self.dialog.marks[0])?], self.text);
+        self.text[start..].find(eos).map(|at| start..start + at + eos.len())
+    }
 }
 
 /// The message with `mark` as its only content.
-fn saying(message: &Json, mark: char) -> Json {
+fn saying(message: &Json, mark: char) -> Value {
     let mut message = message.clone();
     if let Json::Object(fields) = &mut message {
         for field in ["tool_calls", "reasoning_content", "thinking", "reasoning"] {
@@ -150,7 +150,7 @@ fn saying(message: &Json, mark: char) -> Json {
         }
         fields.insert("content".into(), mark.to_string().into());
     }
-    message
+    message_value(&message)
 }
 
 /// Bytes of the longest common prefix, whole characters only.

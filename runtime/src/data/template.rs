@@ -7,6 +7,7 @@ use super::python;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, UndefinedBehavior};
 use serde_json::{Map, Value as Json};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Instructions per rendering: a thousand messages need some 10^5.
@@ -98,30 +99,51 @@ impl ChatTemplate {
 
     /// Renders a conversation, with or without the opening of the next assistant turn.
     pub fn render(&self, conversation: &Conversation<'_>, add_generation_prompt: bool) -> Result<Rendered, String> {
-        let mut context = serde_json::Map::new();
+        let dialog = self.dialog(conversation)?;
+        self.render_dialog(&dialog, &dialog.messages, add_generation_prompt)
+    }
+
+    /// Converts a conversation once, for many renderings.
+    pub(crate) fn dialog(&self, conversation: &Conversation<'_>) -> Result<Dialog, String> {
+        let mut variables: BTreeMap<String, Value> = BTreeMap::new();
         for (name, value) in conversation.special.iter().chain(conversation.extra.into_iter().flatten()) {
-            context.insert(name.clone(), value.clone());
+            variables.insert(name.clone(), Value::from_serialize(value));
         }
-        let messages: Vec<Json> = conversation.messages.iter().map(normalized).collect();
-        context.insert("tools".into(), conversation.tools.cloned().unwrap_or(Json::Null));
-        context.insert("documents".into(), conversation.documents.cloned().unwrap_or(Json::Null));
-        context.insert("messages".into(), Json::Array(messages));
-        context.insert("add_generation_prompt".into(), Json::Bool(add_generation_prompt));
-        context.insert("_now_secs".into(), conversation.now_secs.into());
-        let marks = if self.has_generation { Some(unused_marks(context.values())?) } else { None };
-        if let Some([open, close]) = marks {
-            context.insert("_generation_open".into(), open.to_string().into());
-            context.insert("_generation_close".into(), close.to_string().into());
-        }
+        variables.insert("tools".into(), Value::from_serialize(conversation.tools));
+        variables.insert("documents".into(), Value::from_serialize(conversation.documents));
+        variables.insert("_now_secs".into(), conversation.now_secs.into());
+        let given = conversation.messages.iter().chain(conversation.tools).chain(conversation.documents);
+        let marks = unused_marks(given.chain(conversation.extra.into_iter().flat_map(Map::values)))?;
+        variables.insert("_generation_open".into(), marks[0].to_string().into());
+        variables.insert("_generation_close".into(), marks[1].to_string().into());
+        Ok(Dialog { messages: conversation.messages.iter().map(message_value).collect(), variables, marks })
+    }
+
+    /// Renders `messages`, those of `dialog` or variants of them.
+    pub(crate) fn render_dialog(&self, dialog: &Dialog, messages: &[Value], add_generation_prompt: bool) -> Result<Rendered, String> {
+        let mut context = dialog.variables.clone();
+        context.insert("messages".into(), messages.to_vec().into());
+        context.insert("add_generation_prompt".into(), add_generation_prompt.into());
         let mut out = Limited(Vec::new());
         let template = self.env.get_template("chat").map_err(|e| describe(&e))?;
         template.render_captured_to(&context, &mut out).map_err(|e| describe(&e))?;
         let text = String::from_utf8(out.0).map_err(|_| "the output is not UTF-8".to_owned())?;
-        match marks {
-            None => Ok(Rendered { text, generated: Vec::new() }),
-            Some(marks) => take_marks(&text, marks),
-        }
+        if self.has_generation { take_marks(&text, dialog.marks) } else { Ok(Rendered { text, generated: Vec::new() }) }
     }
+}
+
+/// A conversation as templates see it. Values are shared, not copied, by the contexts of its renderings.
+pub(crate) struct Dialog {
+    /// The messages.
+    pub(crate) messages: Vec<Value>,
+    variables: BTreeMap<String, Value>,
+    /// Two noncharacters that occur nowhere in the conversation.
+    pub(crate) marks: [char; 2],
+}
+
+/// A message as templates see it.
+pub(crate) fn message_value(message: &Json) -> Value {
+    Value::from_serialize(normalized(message))
 }
 
 /// As transformers hands messages to templates: keys that are null are absent, and reasoning is found under its usual names.
@@ -141,7 +163,7 @@ fn normalized(message: &Json) -> Json {
 }
 
 /// Two noncharacters that occur in none of `values`.
-pub(crate) fn unused_marks<'a>(values: impl Iterator<Item = &'a Json>) -> Result<[char; 2], String> {
+fn unused_marks<'a>(values: impl Iterator<Item = &'a Json>) -> Result<[char; 2], String> {
     fn visit(value: &Json, used: &mut u32) {
         let bits = |s: &str| s.chars().filter(|c| MARKS.contains(c)).fold(0, |bits, c| bits | 1 << (c as u32 - 0xfdd0));
         match value {
