@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use zrt::config::{Config, Resolved};
+use zrt::plan::Segment;
 use zrt::run::DryRun;
 
 /// Units alike in a row are one line.
@@ -20,12 +21,13 @@ pub fn table(plan: &DryRun, batch: &Resolved, config: &Config) -> String {
     let mut i = 0;
     while i < plan.units.len() {
         let (name, segments) = &plan.units[i];
-        let alike = plan.units[i..].iter().take_while(|(_, s)| s == segments).count();
+        let shape = |s: &[Segment]| s.iter().map(|s| (s.dtype, s.trainable, s.elems, s.padded)).collect::<Vec<_>>();
+        let alike = plan.units[i..].iter().take_while(|(_, s)| shape(s) == shape(segments)).count();
         let name = if alike > 1 { format!("{name} .. {} ({alike}x)", plan.units[i + alike - 1].0) } else { name.clone() };
-        for (n, (dtype, trainable, elems, padded, shard)) in segments.iter().enumerate() {
+        for (n, s) in segments.iter().enumerate() {
             let name = if n == 0 { name.as_str() } else { "" };
-            let trained = if *trainable { "yes" } else { "no" };
-            let _ = writeln!(out, "{name:<24} {:>6} {trained:>8} {elems:>14} {padded:>14} {shard:>14}", dtype.to_string());
+            let trained = if s.trainable { "yes" } else { "no" };
+            let _ = writeln!(out, "{name:<24} {:>6} {trained:>8} {:>14} {:>14} {:>14}", s.dtype.name(), s.elems, s.padded, s.shard);
         }
         i += alike;
     }

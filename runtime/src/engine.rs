@@ -537,7 +537,7 @@ impl Engine {
     }
 
     /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values). One tensor in memory at a time.
-    pub fn export_state(&mut self, sink: &mut dyn FnMut(Kind, &str, usize, &[f32]) -> Result<()>) -> Result<()> {
+    pub fn export_state(&mut self, sink: &mut StateSink) -> Result<()> {
         for i in 0..self.optimizer.parts.len() {
             let part = &self.optimizer.parts[i];
             let s = &self.plan.segments[part.segment];
@@ -751,6 +751,9 @@ impl Drop for Engine {
         let _ = self.sync();
     }
 }
+
+/// Receives a piece of state: kind, parameter, first element, values.
+pub type StateSink<'a> = dyn FnMut(Kind, &str, usize, &[f32]) -> Result<()> + 'a;
 
 /// Receives one exported parameter: its specification, element type and bytes.
 pub type WeightSink<'a> = dyn FnMut(&ParamSpec, DType, Vec<u8>) -> Result<()> + 'a;

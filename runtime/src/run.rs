@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::engine::{Engine, StepInput};
 use crate::error::{Error, Result};
 use crate::job::{Job, ModelPart, engine_options, input};
-use crate::plan::Placement;
+use crate::plan::{Placement, Segment};
 use crate::progress::{ErrorReport, error_key};
 use crate::rank::RankEnv;
 use crate::trainer::{Summary, Surroundings, hooks, train};
@@ -77,12 +77,7 @@ pub fn run(config: &Config, env: &RankEnv, options: &RunOptions) -> Result<Summa
     let store = connect_store(config, env)?;
     let outcome = run_with(config, env, options, store.clone());
     if let Err(e) = &outcome {
-        let culprit = match e {
-            Error::Comm(zrt_collectives::Error::Timeout { culprit, .. }) => Some(*culprit),
-            Error::Comm(zrt_collectives::Error::Aborted { by, .. }) => Some(*by),
-            _ => None,
-        };
-        let report = ErrorReport { rank: env.rank, culprit: culprit.filter(|c| *c != env.rank), text: e.to_string() };
+        let report = ErrorReport { rank: env.rank, culprit: e.culprit().filter(|c| *c != env.rank), text: e.to_string() };
         if let Ok(text) = serde_json::to_vec(&report) {
             let _ = store.set(&error_key(env.rank), &text);
         }
@@ -115,8 +110,8 @@ pub struct DryRun {
     pub ranks: usize,
     /// All and trained parameters.
     pub parameters: (usize, usize),
-    /// Per unit: name, and per segment (type, trained, elements, padded, shard).
-    pub units: Vec<(String, Vec<(zrt_kernels::DType, bool, usize, usize, usize)>)>,
+    /// Per unit: name and segments.
+    pub units: Vec<(String, Vec<Segment>)>,
     /// Bytes of this rank by place and category; shared pages count whole.
     pub memory: Vec<(Place, Category, MemoryUse)>,
     /// Of these, bytes of pages that all ranks of the host share.
@@ -181,7 +176,7 @@ pub fn simulate(
         .enumerate()
         .map(|(u, spec)| {
             let segments = plan.of_unit[u].iter().map(|&s| &plan.segments[s]);
-            (spec.name.clone(), segments.map(|s| (s.dtype, s.trainable, s.elems, s.padded, s.shard)).collect())
+            (spec.name.clone(), segments.cloned().collect())
         })
         .collect();
     let memory = device.memory();

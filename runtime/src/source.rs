@@ -97,7 +97,7 @@ pub fn init_values(init: Init, seed: u64, name: &str, start: usize, out: &mut [f
                 let e = start + i;
                 let w = words(e);
                 let (a, b) = if e % 4 < 2 { normal_pair(w[0], w[1]) } else { normal_pair(w[2], w[3]) };
-                *v = std * if e % 2 == 0 { a } else { b };
+                *v = std * if e.is_multiple_of(2) { a } else { b };
             }
         }
     }

@@ -154,6 +154,7 @@ pub trait Model: Send + Sync {
         Vec::new()
     }
     /// Enqueues the forward of `visit`: `x` is its input (`None` for the first), `y` its output (`None` for the last).
+    #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
         cx: &Cx,
