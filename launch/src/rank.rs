@@ -9,7 +9,6 @@ use std::os::unix::process::CommandExt;
 use zrt::config::Config;
 use zrt::progress::VICTIM_EXIT_CODE;
 use zrt::rank::RankEnv;
-use zrt_collectives::Error as Comm;
 
 /// Asks to be killed when the launcher dies.
 fn live_with(parent: u32) -> Result<(), Fault> {
@@ -38,7 +37,7 @@ pub fn run(args: RankArgs) -> Result<u8, Fault> {
     match work::train_rank(config, env.clone(), RankOptions { trace: args.trace }) {
         Ok(()) => Ok(0),
         Err(error) => {
-            let culprit = blamed(&error).filter(|c| *c != env.rank);
+            let culprit = error.culprit().filter(|c| *c != env.rank);
             let text = error.to_string();
             let code = match culprit {
                 Some(_) => VICTIM_EXIT_CODE as u8,
@@ -47,14 +46,5 @@ pub fn run(args: RankArgs) -> Result<u8, Fault> {
             };
             Err(Fault::job(code, format!("error: {text}")))
         }
-    }
-}
-
-/// The rank that an error is about.
-fn blamed(error: &zrt::Error) -> Option<usize> {
-    match error {
-        zrt::Error::Comm(Comm::Timeout { culprit, .. }) => Some(*culprit),
-        zrt::Error::Comm(Comm::Aborted { by, .. }) => Some(*by),
-        _ => None,
     }
 }

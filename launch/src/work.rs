@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::signal::unix::{SignalKind, signal};
 use zrt::Error;
-use zrt::config::{Config, Resolved};
+use zrt::config::{Config, ModelInit, Resolved};
 use zrt::data::Tokenizer;
 use zrt::job::Job;
 use zrt::merge::Options;
@@ -25,6 +25,7 @@ pub struct RankOptions {
 /// with the input shows once, before ranks start. The text is the report.
 pub fn prepare(config: &Config, ranks: usize) -> Result<String, Fault> {
     let job = Job::open(config, ranks, true)?;
+    zrt::trainer::check_resume(&job)?;
     let mut report = format!("data: {}", job.schedule.set().report());
     if let Some(eval) = &job.eval {
         report += &format!("\nheld-out data: {}", eval.set().report());
@@ -150,7 +151,10 @@ fn model_folder(model: &str) -> Result<PathBuf, Fault> {
 
 /// The first `rows` rows of training, as the trainer of one rank sees them.
 pub fn data_show(config: &Config, rows: usize, color: bool) -> Result<String, Fault> {
-    let job = Job::open(config, 1, true)?;
+    // Data can be looked at before there are weights.
+    let mut config = config.clone();
+    config.model.init = ModelInit::Random;
+    let job = Job::open(&config, 1, true)?;
     // Data that is tokenized already needs no tokenizer; ids are shown then.
     let tokenizer = Tokenizer::load(&job.model.folder, config.data.chat_template.as_deref()).ok();
     Ok(zrt::data::show(&job.schedule, tokenizer.as_ref(), rows, color))

@@ -32,6 +32,14 @@ pub enum Error {
     /// Something could not be saved; the training state and earlier checkpoints are intact.
     #[error("saving: {0}")]
     Save(String),
+    /// A rank could not write its part of a checkpoint; the training state and earlier checkpoints are intact.
+    #[error("saving the checkpoint: rank {rank}: {why}; earlier checkpoints are intact")]
+    Checkpoint {
+        /// The rank.
+        rank: usize,
+        /// What happened.
+        why: String,
+    },
     /// A file or folder.
     #[error("{path}: {source}")]
     Io {
@@ -50,6 +58,16 @@ impl Error {
     /// Attaches this rank to a device's error.
     pub fn device(rank: usize) -> impl Fn(zrt_kernels::Error) -> Error {
         move |source| Error::Device { rank, source }
+    }
+
+    /// The rank that this error is about: who returns it is a victim, unless it is that rank.
+    pub fn culprit(&self) -> Option<usize> {
+        match self {
+            Error::Comm(zrt_collectives::Error::Timeout { culprit, .. }) => Some(*culprit),
+            Error::Comm(zrt_collectives::Error::Aborted { by, .. }) => Some(*by),
+            Error::Checkpoint { rank, .. } => Some(*rank),
+            _ => None,
+        }
     }
 
     /// True when the cause is the user's input: exit code 2.

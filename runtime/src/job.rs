@@ -129,7 +129,7 @@ impl Job {
     pub fn resume_keys(&self) -> serde_json::Value {
         let t = &self.config.training;
         let hex: String = self.schedule.set().fingerprint().iter().map(|b| format!("{b:02x}")).collect();
-        serde_json::json!({
+        let mut keys = serde_json::json!({
             "training.seed": t.seed,
             "training.seq_len": t.seq_len,
             "training.micro_batch_size": t.micro_batch_size,
@@ -137,8 +137,14 @@ impl Job {
             "data.packing": self.config.data.packing,
             "data.shuffle": self.config.data.shuffle,
             "dataset": hex,
-            "lora": self.model.lora.as_ref().map(|l| l.config.to_json()),
-        })
+            "trained": if self.model.lora.is_some() { "adapters" } else { "all weights" },
+        });
+        // Key by key, so that only what differs is told.
+        let lora = self.model.lora.as_ref().and_then(|l| serde_json::from_str(&l.config.to_json()).ok());
+        if let (Some(keys), Some(serde_json::Value::Object(lora))) = (keys.as_object_mut(), lora) {
+            keys.extend(lora.into_iter().map(|(k, v)| (format!("lora.{k}"), v)));
+        }
+        keys
     }
 
     /// Micro-batch `index` of `step`.

@@ -26,9 +26,11 @@ pub struct StepReport {
     pub step: u64,
     /// Steps of the whole run.
     pub steps: u64,
-    /// Mean loss per trained token of this step's batch, in nats.
+    /// Mean loss per trained token of this step's batch, in nats; `null` in JSON when it is not finite.
+    #[serde(deserialize_with = "nan_for_null")]
     pub loss: f64,
-    /// Gradient norm before clipping.
+    /// Gradient norm before clipping, likewise.
+    #[serde(deserialize_with = "nan_for_null")]
     pub grad_norm: f64,
     /// Learning rate of this step.
     pub lr: f64,
@@ -49,6 +51,11 @@ pub struct StepReport {
     /// Loss on the held-out data, when it was evaluated after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_loss: Option<f64>,
+}
+
+/// JSON has no NaN; a skipped step is still a step to report.
+fn nan_for_null<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// Why a rank failed.

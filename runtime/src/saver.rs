@@ -115,9 +115,10 @@ impl Save {
             let _ = thread.join();
         }
         let outcome = self.store.get(&key(place, self.step, "done"), place.patience)?;
-        match String::from_utf8_lossy(&outcome).strip_prefix("ok") {
-            Some(_) => Ok(checkpoint::step_dir(&place.folder, self.step)),
-            None => Err(Error::Save(String::from_utf8_lossy(&outcome).into_owned())),
+        let outcome = String::from_utf8_lossy(&outcome);
+        match outcome.split_once(' ') {
+            None => Ok(checkpoint::step_dir(&place.folder, self.step)),
+            Some((rank, why)) => Err(Error::Checkpoint { rank: rank.parse().unwrap_or_default(), why: why.into() }),
         }
     }
 
@@ -154,29 +155,26 @@ fn run(place: &SavePlace, manifest: Manifest, shared: &Shared, store: &dyn Store
     if place.rank != 0 {
         return;
     }
-    let outcome = match others(place, step, store) {
-        Ok(()) => checkpoint::commit(&tmp, manifest, &checkpoint::step_dir(&place.folder, step)).map(|_| ()).map_err(|e| e.to_string()),
-        Err(e) => {
-            checkpoint::abandon(&tmp);
-            Err(e)
-        }
-    };
+    let outcome = others(place, step, store).inspect_err(|_| checkpoint::abandon(&tmp)).and_then(|()| {
+        checkpoint::commit(&tmp, manifest, &checkpoint::step_dir(&place.folder, step)).map(drop).map_err(|e| (0, e.to_string()))
+    });
     if outcome.is_ok()
         && let Err(e) = checkpoint::keep_latest(&place.folder, place.keep)
     {
         tracing::warn!("old checkpoints stay: {e}");
     }
-    let _ = store.set(&key(place, step, "done"), outcome.map_or_else(|e| e, |()| "ok".into()).as_bytes());
+    let word = outcome.map_or_else(|(rank, why)| format!("{rank} {why}"), |()| "ok".into());
+    let _ = store.set(&key(place, step, "done"), word.as_bytes());
 }
 
-fn others(place: &SavePlace, step: u64, store: &dyn Store) -> Result<(), String> {
+/// Until all ranks have finished their files; an error is of the first rank that could not.
+fn others(place: &SavePlace, step: u64, store: &dyn Store) -> Result<(), (usize, String)> {
     let until = Instant::now() + place.patience;
     for rank in 0..place.ranks {
         let left = until.saturating_duration_since(Instant::now());
-        let word =
-            store.get(&key(place, step, &rank.to_string()), left).map_err(|e| format!("rank {rank} did not finish its file: {e}"))?;
+        let word = store.get(&key(place, step, &rank.to_string()), left).map_err(|e| (rank, format!("it did not finish its file: {e}")))?;
         if !word.is_empty() {
-            return Err(format!("rank {rank}: {}", String::from_utf8_lossy(&word)));
+            return Err((rank, String::from_utf8_lossy(&word).into_owned()));
         }
     }
     Ok(())

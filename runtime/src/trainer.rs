@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{self, Check, Manifest, Param, Reader};
 use crate::data::HostBatch;
+use crate::durable;
 use crate::engine::{Engine, StepInput};
 use crate::error::{Error, Result};
 use crate::export;
@@ -133,8 +134,9 @@ pub fn train(job: &Job, at: Surroundings, hooks: &mut [Box<dyn Hook>]) -> Result
 pub fn hooks(job: &Job, write: bool) -> Vec<Box<dyn Hook>> {
     let mut hooks: Vec<Box<dyn Hook>> = vec![Box::new(Evaluate)];
     if write {
-        hooks.push(Box::new(Saving { pending: None, patience: Duration::from_secs(600) }));
+        // Metrics first: a step that a checkpoint holds is never missing there.
         hooks.push(Box::new(Metrics { file: None }));
+        hooks.push(Box::new(Saving { pending: None, patience: Duration::from_secs(600) }));
         hooks.push(Box::new(Result_ { name: if job.model.lora.is_some() { "adapter" } else { "model" } }));
     }
     hooks
@@ -240,6 +242,19 @@ fn choose_checkpoint(job: &Job, folder: &Path) -> Result<Option<Reader>> {
     Ok(reader)
 }
 
+/// Can `job` continue what its run folder holds? Called before ranks start; they check again, and every byte.
+///
+/// # Errors
+/// [`Error::Input`]: the checkpoint is of another base or configuration.
+pub fn check_resume(job: &Job) -> Result<()> {
+    let reader = match job.config.checkpoint.resume.as_str() {
+        "none" => None,
+        "auto" => checkpoint::latest(&job.config.checkpoint.folder, Check::Sizes).map_err(input)?.found,
+        path => Some(Reader::open(Path::new(path)).map_err(input)?),
+    };
+    reader.map_or(Ok(()), |reader| check_resumable(job, &reader))
+}
+
 fn check_resumable(job: &Job, reader: &Reader) -> Result<()> {
     let (dir, manifest) = (reader.dir().display(), reader.manifest());
     if let Some(what) = manifest.base.difference(&job.base) {
@@ -250,7 +265,7 @@ fn check_resumable(job: &Job, reader: &Reader) -> Result<()> {
         .as_object()
         .into_iter()
         .flatten()
-        .filter(|(k, v)| then.get(k) != Some(v))
+        .filter(|(k, v)| then.get(k) != Some(v) && (!k.starts_with("lora.") || then["trained"] == now["trained"]))
         .map(|(k, v)| format!("{k}: {} there, {v} here", then.get(k).unwrap_or(&serde_json::Value::Null)))
         .collect();
     if !differing.is_empty() {
@@ -340,7 +355,7 @@ impl Hook for Evaluate {
     fn after_step(&mut self, run: &mut Run, report: &mut StepReport) -> Result<()> {
         let interval = run.job.config.eval.interval;
         let last = run.step == run.job.schedule.total_steps() || run.summary.stopped;
-        if last || interval > 0 && run.step % interval == 0 {
+        if last || interval > 0 && run.step.is_multiple_of(interval) {
             report.eval_loss = Evaluate::run(run)?;
         }
         Ok(())
@@ -423,11 +438,11 @@ impl Hook for Saving {
     fn after_step(&mut self, run: &mut Run, _: &mut StepReport) -> Result<()> {
         let interval = run.job.config.checkpoint.interval;
         let last = run.step == run.job.schedule.total_steps() || run.summary.stopped;
-        if !last && interval > 0 && run.step % interval == 0 {
-            if let Err(e) = self.settle(run) {
-                if run.is_first() {
-                    tracing::warn!("{e}; training goes on, the previous checkpoint is intact");
-                }
+        if !last && interval > 0 && run.step.is_multiple_of(interval) {
+            if let Err(e) = self.settle(run)
+                && run.is_first()
+            {
+                tracing::warn!("{e}; training goes on");
             }
             self.save(run)?;
         }
@@ -471,7 +486,7 @@ impl Metrics {
                 }
             }
         }
-        std::fs::write(&path, kept)?;
+        durable::replace_file(&path, kept.as_bytes()).map_err(|e| e.source)?;
         std::fs::File::options().append(true).open(&path)
     }
 }
@@ -494,7 +509,7 @@ impl Hook for Metrics {
             tracing::warn!("metrics.jsonl: {e}; training goes on");
         }
         let freq = run.job.config.metrics.log_freq.max(1);
-        if report.step % freq == 0 || report.step == report.steps {
+        if report.step.is_multiple_of(freq) || report.step == report.steps {
             run.at.store.set(PROGRESS_KEY, text.as_bytes())?;
         }
         Ok(())

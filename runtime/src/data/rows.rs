@@ -30,7 +30,10 @@ impl RowReader<'_> {
         let row: Json = serde_json::from_slice(line).map_err(|e| {
             let array = line.first() == Some(&b'[');
             let hint = if array { "; the file looks like one JSON array: write one object per line (jq -c '.[]')" } else { "" };
-            format!("not a JSON object ({e}){hint}")
+            // The line is known; serde counts its own.
+            let why = e.to_string();
+            let why = why.rsplit_once(" at line ").map_or(&*why, |(why, _)| why);
+            format!("not a JSON object ({why}, column {}){hint}", e.column())
         })?;
         let Json::Object(row) = row else {
             return Err(format!("expected a JSON object per line, got {}", kind_of(&row)));
