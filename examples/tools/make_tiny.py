@@ -7,11 +7,11 @@ The weights are then trained by this runtime:
 
     python3 examples/tools/make_tiny.py
     zlaunch -n 2 examples/pretrain-tiny.toml
-    cp runs/pretrain-tiny/model/model.safetensors examples/tiny/
+    python3 examples/tools/make_tiny.py --weights runs/pretrain-tiny/model/model.safetensors     # rounds them to bf16
 
-usage: make_tiny.py [--out examples]      (standard library only)
+usage: make_tiny.py [--out examples] [--weights FILE]      (standard library only)
 """
-import argparse, ast, hashlib, inspect, json, os, sysconfig
+import argparse, array, ast, hashlib, inspect, json, os, struct, sysconfig
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -55,11 +55,32 @@ def docstrings(limit):
         yield d
 
 
+def to_bf16(source, target):
+    """Rounds the f32 tensors of a safetensors file to bf16 (nearest, ties to even)."""
+    raw = open(source, "rb").read()
+    n = struct.unpack("<Q", raw[:8])[0]
+    header, out, blobs, at = json.loads(raw[8:8 + n]), {"__metadata__": {"format": "pt"}}, [], 0
+    for name in sorted(k for k in header if k != "__metadata__"):
+        a, b = header[name]["data_offsets"]
+        words = array.array("I", raw[8 + n + a:8 + n + b])
+        half = array.array("H", [(w + 0x7FFF + (w >> 16 & 1)) >> 16 for w in words]).tobytes()
+        out[name] = {"dtype": "BF16", "shape": header[name]["shape"], "data_offsets": [at, at + len(half)]}
+        blobs.append(half)
+        at += len(half)
+    text = json.dumps(out, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(target, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+
+
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--out", default="examples")
     ap.add_argument("--bytes", type=int, default=1_200_000)
+    ap.add_argument("--weights")
     a = ap.parse_args()
+    if a.weights:
+        return to_bf16(a.weights, os.path.join(a.out, "tiny", "model.safetensors"))
     tiny = os.path.join(a.out, "tiny")
     os.makedirs(tiny, exist_ok=True)
 
