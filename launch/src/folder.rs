@@ -30,7 +30,7 @@ impl RunFolder {
             Fault::user(format!("run folder {}: {e}; set checkpoint.folder to a folder that can be written", path.display()))
         })?;
         let lock = lock(&path)?;
-        let taken = ["metrics.jsonl", "checkpoints"].iter().find(|name| path.join(name).exists());
+        let taken = ["metrics.jsonl", "adapter", "model"].iter().find(|name| path.join(name).exists());
         if let (Some(name), "none") = (taken, config.checkpoint.resume.as_str()) {
             return Err(Fault::user(format!(
                 "run folder {} holds a run already ({name}) and checkpoint.resume is \"none\": choose another checkpoint.folder, \

@@ -34,7 +34,7 @@ impl End {
             End::Code(0) => "ended".into(),
             End::Code(code) => format!("failed: exit code {code}"),
             End::Signal(signal) => format!("died: {}", crate::proc::signal_name(signal)),
-            End::Stopped(time) => format!("is stopped (SIGSTOP): no sign of life for {} s", time.as_secs()),
+            End::Stopped(time) => format!("is stopped (SIGSTOP): no sign of life for {:.0} s", time.as_secs_f64()),
             End::Deserted(time) => format!("ended with code 0, but the others did not within {} s", time.as_secs()),
         }
     }

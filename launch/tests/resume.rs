@@ -74,10 +74,27 @@ fn ctrl_c_saves_and_the_same_command_continues() {
         assert_eq!(latest.found.unwrap().manifest().step, at as u64, "the step it stopped after is saved");
     }
     let done = tiny.train(1, &["zero.stage=2"]);
+    assert!(done.err.contains(&format!("continuing after step {at} from ")), "{}", done.err);
     assert!(done.out.contains(&format!("{} steps", 300 - at)), "{}", done.out);
     assert_eq!(tiny.losses("out"), tiny.losses("unbroken"));
     assert!(tiny.adapter("out") == tiny.adapter("unbroken"));
     let done = tiny.train(2, &[]);
     assert!(done.out.contains("nothing left to do after step 300"), "{}", done.out);
     assert!(tiny.adapter("out") == tiny.adapter("unbroken"));
+}
+
+#[test]
+fn a_second_ctrl_c_ends_at_once() {
+    // Steps of a second or more: the first Ctrl-C waits for the step.
+    let tiny = Tiny::new(100_000);
+    let running = tiny.start(2, &["training.seq_len=256", "training.global_batch_size=128"]);
+    let pids = all_ranks_of(running.pid, 2);
+    until("a step is done", || tiny.steps("out") > 0);
+    // Several, since signals that arrive together count as one.
+    for _ in 0..10 {
+        running.signal(2);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    running.finish().says(130, &["ended at once, on signal 2 (SIGINT)"]);
+    nobody_left(&pids);
 }

@@ -238,6 +238,7 @@ fn choose_checkpoint(job: &Job, folder: &Path) -> Result<Option<Reader>> {
     };
     if let Some(reader) = &reader {
         check_resumable(job, reader)?;
+        tracing::info!("continuing after step {} from {}", reader.manifest().step, reader.dir().display());
     }
     Ok(reader)
 }

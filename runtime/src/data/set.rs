@@ -58,14 +58,27 @@ impl std::fmt::Display for Report {
             write!(f, "; long texts gave {} further pieces", self.split)?;
         }
         if self.truncated > 0 {
-            let (n, lost, names) = (self.truncated, self.truncated_tokens, self.truncated_examples.join(", "));
+            let (n, lost, names) = (self.truncated, self.truncated_tokens, places(&self.truncated_examples));
             write!(f, "; {n} longer than seq_len were cut ({lost} tokens lost; first: {names})")?;
         }
         if self.dropped > 0 {
-            write!(f, "; {} without a trained token were dropped (first: {})", self.dropped, self.dropped_examples.join(", "))?;
+            write!(f, "; {} without a trained token were dropped (first: {})", self.dropped, places(&self.dropped_examples))?;
         }
         Ok(())
     }
+}
+
+/// `a.jsonl:1, 4, b.jsonl:2`: each file once for the lines that follow each other.
+fn places(all: &[String]) -> String {
+    let mut text = String::new();
+    let mut last = None;
+    for place in all {
+        let (file, line) = place.rsplit_once(':').unwrap_or((place, ""));
+        let shown = if last == Some(file) { line } else { place };
+        text += &format!("{}{shown}", if text.is_empty() { "" } else { ", " });
+        last = Some(file);
+    }
+    text
 }
 
 /// All documents, tokenized.
