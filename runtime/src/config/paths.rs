@@ -17,7 +17,7 @@ pub(super) fn resolve(config: &mut Config, folder: &Path, typed: impl Fn(&str) -
         let (a, b) = (first.join(path), second.join(path));
         if !a.exists() && b.exists() { tidy(&b) } else { tidy(&a) }
     };
-    let output = |path: &Path, key: &str| tidy(&bases(key)[0].join(path));
+    let output = |path: &Path, key: &str| real(&tidy(&bases(key)[0].join(path)));
 
     // A hub id (`owner/name`) that is no folder here stays as it is, for the look-up in the local cache.
     let model = input(Path::new(&config.model.path), "model.path");
@@ -48,4 +48,14 @@ pub(super) fn resolve(config: &mut Config, folder: &Path, typed: impl Fn(&str) -
 /// Drops `.` parts; `..` stays, since what it means depends on links.
 fn tidy(path: &Path) -> PathBuf {
     path.components().filter(|c| !matches!(c, std::path::Component::CurDir)).collect()
+}
+
+/// The path without links and `..` as far as it exists; the rest, which the run will make, stays as written.
+fn real(path: &Path) -> PathBuf {
+    for parent in path.ancestors() {
+        if let (Ok(real), Ok(rest)) = (parent.canonicalize(), path.strip_prefix(parent)) {
+            return if rest.as_os_str().is_empty() { real } else { real.join(rest) };
+        }
+    }
+    path.to_path_buf()
 }
