@@ -10,18 +10,24 @@
 //! Everything is allocated in [`Engine::new`]; the same code on the simulated device is how memory is sized. The last visit runs
 //! forward and backward in one opening. Results reach the host by one small readback per step.
 
-use crate::checkpoint::Kind;
+mod look;
+mod memory;
+mod state;
+
+pub use state::{ReadState, StateSink, WeightSink};
+
 use crate::data::HostBatch;
 use crate::error::{Error, Result};
 use crate::grads::{GradOptions, GradStore};
-use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, TensorSpec, VisitSpec};
+use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, VisitSpec};
 use crate::optim::Optimizer;
-use crate::plan::{ParamKind, ParamSpec, ShardPlan};
+use crate::plan::ShardPlan;
 use crate::store::{OpenUnit, ParamStore, StoreOptions, Streams, WeightSource};
+use memory::{VisitMemory, check_visits, plan_memory};
 use std::sync::Arc;
 use std::time::Duration;
 use zrt_collectives::{Comm, Health};
-use zrt_kernels::{AdamW, Buffer, Category, DType, Device, Place, Readback, View, ViewMut};
+use zrt_kernels::{AdamW, Category, DType, Device, Place, Readback, View, ViewMut};
 
 /// How a step is cut and where things live.
 #[derive(Clone, Debug, PartialEq)]
@@ -111,16 +117,6 @@ struct BatchBuffers {
     labels: ViewMut,
     positions: ViewMut,
     cu_seqlens: ViewMut,
-}
-
-/// A visit's place in memory.
-struct VisitMemory {
-    /// Per micro-batch of a group (one entry when shared with others).
-    acts: Vec<Vec<ViewMut>>,
-    scratch: Vec<ViewMut>,
-    /// Output per micro-batch; empty for the last visit.
-    outputs: Vec<ViewMut>,
-    recompute: bool,
 }
 
 /// The training engine of one rank.
@@ -275,16 +271,7 @@ impl Engine {
         flags[m] = f32::from(u8::from(input.stop));
         self.streams.compute.write(&self.control, "losses", Box::new(move |dst| fill_bytes(dst, &flags)))?;
         for group in 0..m.div_ceil(ranks * g) {
-            let mut batches = Vec::with_capacity(g);
-            for j in 0..g {
-                let index = (group * ranks + self.comm.rank()) * g + j;
-                if index < m
-                    && let Some(host) = (input.batch)(index)?
-                    && host.trained > 0
-                {
-                    batches.push(self.upload(batches.len(), host, index, input)?);
-                }
-            }
+            let batches = self.upload_group(group, input)?;
             self.forward(&batches, Pass::Train)?;
             self.backward(&batches)?;
         }
@@ -314,6 +301,22 @@ impl Engine {
         self.streams.comm.record(&event)?;
         self.streams.compute.wait(&event)?;
         Ok(readback)
+    }
+
+    /// This rank's micro-batches of a group, those that exist and have something to train.
+    fn upload_group(&self, group: usize, input: &StepInput) -> Result<Vec<Batch>> {
+        let (m, g) = (self.options.micro_batches, self.options.group);
+        let mut batches = Vec::with_capacity(g);
+        for j in 0..g {
+            let index = (group * self.comm.ranks() + self.comm.rank()) * g + j;
+            if index < m
+                && let Some(host) = (input.batch)(index)?
+                && host.trained > 0
+            {
+                batches.push(self.upload(batches.len(), host, index, input)?);
+            }
+        }
+        Ok(batches)
     }
 
     fn upload(&self, j: usize, host: HostBatch, index: usize, input: &StepInput) -> Result<Batch> {
@@ -443,225 +446,6 @@ impl Engine {
         self.model.backward(&self.cx(visit, Pass::Train), visit, w, grads, dx.as_ref(), dy.as_ref(), x.as_ref(), acts, batch)
     }
 
-    /// Mean loss over `batches` (all ranks together evaluate `count` micro-batches; `batch(i)` is asked for those of this rank), and its tokens.
-    /// Collective.
-    pub fn evaluate(&mut self, count: usize, batch: &dyn Fn(usize) -> Result<Option<HostBatch>>) -> Result<(f64, u64)> {
-        let m = self.options.micro_batches;
-        let (rank, ranks) = (self.comm.rank(), self.comm.ranks());
-        let (mut total, mut tokens) = (0f64, 0u64);
-        let last = self.visits.len() - 1;
-        // The control buffer holds M sums: evaluate in rounds of at most M micro-batches, a whole number per rank.
-        let per_round = (m / ranks).max(1) * ranks;
-        for round in 0..count.div_ceil(per_round) {
-            let zeros = vec![0f32; m + 2];
-            self.streams.compute.write(&self.control, "losses", Box::new(move |dst| fill_bytes(dst, &zeros)))?;
-            let mut trained = 0u64;
-            for k in 0..per_round / ranks {
-                let index = round * per_round + k * ranks + rank;
-                let host = if index < count { batch(index)?.filter(|h| h.trained > 0) } else { None };
-                let mut batches = Vec::new();
-                if let Some(host) = host {
-                    trained += host.trained;
-                    let input = StepInput { step: 0, hp: NO_UPDATE, trained_tokens: 1, batch, stop: false };
-                    batches.push(self.upload(0, host, index, &input)?);
-                }
-                self.forward(&batches, Pass::Eval)?;
-                let (w, open) = self.open(last)?;
-                for batch in &batches {
-                    self.run_forward(last, &w, 0, batch, Pass::Eval)?;
-                    let slot = self.control.slice(k * ranks + rank, 1)?;
-                    self.device.ops().sum(&slot, &self.loss.view(), &*self.streams.compute)?;
-                }
-                self.finish(open)?;
-            }
-            // Token counts as f32 are exact below 2^24.
-            let count_slot = self.control.slice(m + 1, 1)?;
-            let counted = trained as f32;
-            self.streams.compute.write(&count_slot, "tokens", Box::new(move |dst| fill_bytes(dst, &[counted])))?;
-            let sums = self.share_control("evaluation")?;
-            let sums = self.wait(&sums)?;
-            // One running sum in index order: the rounds, which depend on the ranks, leave no trace.
-            total = sums[..m].iter().fold(total, |sum, &l| sum + f64::from(l));
-            tokens += sums[m + 1] as u64;
-        }
-        Ok((total / tokens.max(1) as f64, tokens))
-    }
-
-    /// Per-token losses of one micro-batch, `[N]`. Collective when weights are sharded: all ranks call it alike.
-    pub fn token_losses(&mut self, host: HostBatch) -> Result<Vec<f32>> {
-        let input = StepInput { step: 0, hp: NO_UPDATE, trained_tokens: 1, batch: &|_| Ok(None), stop: false };
-        let batch = vec![self.upload(0, host, 0, &input)?];
-        self.forward(&batch, Pass::Eval)?;
-        let last = self.visits.len() - 1;
-        let (w, open) = self.open(last)?;
-        self.run_forward(last, &w, 0, &batch[0], Pass::Eval)?;
-        self.finish(open)?;
-        let readback = self.streams.compute.read(&self.loss.view())?;
-        self.wait(&readback)
-    }
-
-    /// Gradients of one step without updating: (parameter name, gradient) for every trained parameter this rank holds whole.
-    /// For tests and inspection; meant for stages 0-1 or one rank.
-    pub fn gradients(&mut self, input: &StepInput) -> Result<Vec<(String, Vec<f32>)>> {
-        let mut batches = Vec::new();
-        let (m, ranks, g) = (self.options.micro_batches, self.comm.ranks(), self.options.group);
-        for group in 0..m.div_ceil(ranks * g) {
-            batches.clear();
-            for j in 0..g {
-                let index = (group * ranks + self.comm.rank()) * g + j;
-                if index < m
-                    && let Some(host) = (input.batch)(index)?
-                {
-                    batches.push(self.upload(batches.len(), host, index, input)?);
-                }
-            }
-            self.forward(&batches, Pass::Train)?;
-            self.backward(&batches)?;
-        }
-        let grads = self.grads.finish_step()?;
-        let mut out = Vec::new();
-        for (segment, g) in &grads {
-            let s = &self.plan.segments[*segment];
-            if g.elems() < s.padded {
-                return Err(Error::Model("gradients() needs a stage that holds whole gradients".into()));
-            }
-            let readback = self.streams.update.read(&g.view())?;
-            let all = self.wait(&readback)?;
-            for slice in &s.slices {
-                let name = self.plan.units[s.unit].params[slice.param].name.clone();
-                out.push((name, all[slice.start..slice.start + slice.elems].to_vec()));
-            }
-        }
-        self.grads.release()?;
-        Ok(out)
-    }
-
-    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values). One tensor in memory at a time.
-    pub fn export_state(&mut self, sink: &mut StateSink) -> Result<()> {
-        for i in 0..self.optimizer.parts.len() {
-            let part = &self.optimizer.parts[i];
-            let s = &self.plan.segments[part.segment];
-            // The owned shard, also where the rank holds more.
-            let first = self.comm.rank() * s.shard;
-            for (kind, view) in [(Kind::Weight, part.param.clone()), (Kind::M, part.m.clone()), (Kind::V, part.v.clone())] {
-                for (param, from, at, elems) in s.pieces(first, first + s.shard) {
-                    let readback = self.streams.update.read(&view.slice(first - part.start + at, elems)?.view())?;
-                    let values = self.wait(&readback)?;
-                    sink(kind, &self.plan.units[s.unit].params[param].name, from, &values)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Sets moments and the number of updates from `read(kind, name, start, out)`; weights come through [`Engine::load`]. Collective.
-    pub fn import_state(&mut self, updates: u64, read: Arc<dyn ReadState>) -> Result<()> {
-        for part in &self.optimizer.parts {
-            let s = &self.plan.segments[part.segment];
-            for (kind, view) in [(Kind::M, &part.m), (Kind::V, &part.v)] {
-                for (param, from, at, elems) in s.pieces(part.start, part.start + part.param.elems()) {
-                    let name = self.plan.units[s.unit].params[param].name.clone();
-                    let read = read.clone();
-                    let source = Box::new(move |dst: &mut [u8]| {
-                        let mut values = vec![0f32; dst.len() / 4];
-                        read.read(kind, &name, from, &mut values)?;
-                        fill_bytes(dst, &values)
-                    });
-                    self.streams.update.write(&view.slice(at, elems)?, "optimizer state", source)?;
-                }
-            }
-        }
-        self.updates = updates;
-        self.sync()
-    }
-
-    /// Opens one unit and reads its parameters to the host, as stored bytes. Collective.
-    pub fn unit_weights(&mut self, unit: usize) -> Result<Vec<(ParamSpec, Vec<u8>)>> {
-        let specs = self.plan.units[unit].params.clone();
-        let open = self.store.open(unit)?;
-        let mut out = Vec::with_capacity(specs.len());
-        for (spec, view) in specs.into_iter().zip(&open.params) {
-            let readback = self.streams.compute.read(view)?;
-            out.push((spec, self.wait_bytes(&readback)?));
-        }
-        self.store.finish(open)?;
-        Ok(out)
-    }
-
-    /// Hands each parameter that `want` chooses to `sink` on every rank, as stored bytes, one unit in memory at a time. Collective.
-    pub fn export_weights(&mut self, want: &dyn Fn(&ParamSpec) -> bool, sink: &mut WeightSink) -> Result<()> {
-        for unit in 0..self.plan.units.len() {
-            if self.plan.units[unit].params.iter().any(want) {
-                for (spec, bytes) in self.unit_weights(unit)?.into_iter().filter(|(s, _)| want(s)) {
-                    let dtype = if spec.kind == ParamKind::Adapter { DType::F32 } else { self.options.shape.compute };
-                    sink(&spec, dtype, bytes)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Runs the step's forward and backward again without updating, looking at every boundary and gradient, and names the first
-    /// tensor of this rank that is not finite, with its micro-batch. `None`: nothing found on this rank. Collective.
-    pub fn find_nonfinite(&mut self, input: &StepInput) -> Result<Option<(String, usize)>> {
-        let (m, ranks) = (self.options.micro_batches, self.comm.ranks());
-        let mut found: Option<(String, usize)> = None;
-        let per_rank = m.div_ceil(ranks * self.options.group) * self.options.group;
-        let last = self.visits.len() - 1;
-        for k in 0..per_rank {
-            let (group, j) = (k / self.options.group, k % self.options.group);
-            let index = (group * ranks + self.comm.rank()) * self.options.group + j;
-            let host = if index < m { (input.batch)(index)?.filter(|h| h.trained > 0) } else { None };
-            let batches = host.map(|h| self.upload(0, h, index, input)).transpose()?;
-            let mut note = |engine: &Engine, name: String, view: &View| -> Result<()> {
-                if found.is_none() && engine.count_nonfinite(view)? > 0.0 {
-                    found = Some((name, index));
-                }
-                Ok(())
-            };
-            for visit in 0..last {
-                let (w, open) = self.open(visit)?;
-                if let Some(batch) = &batches {
-                    for (unit, views) in self.visits[visit].units.iter().zip(&w.views) {
-                        for (spec, view) in self.plan.units[*unit].params.iter().zip(views) {
-                            note(self, format!("weight {}", spec.name), view)?;
-                        }
-                    }
-                    self.run_forward(visit, &w, 0, batch, Pass::Train)?;
-                    note(self, format!("output of {}", self.visits[visit].name), &self.memory[visit].outputs[0].view())?;
-                }
-                self.finish(open)?;
-            }
-            for visit in (self.first_trained.min(last)..=last).rev() {
-                let (w, open) = self.open(visit)?;
-                if let Some(batch) = &batches {
-                    if visit == last || self.memory[visit].recompute {
-                        self.run_forward(visit, &w, 0, batch, Pass::Train)?;
-                    }
-                    let none = Grads { views: vec![Vec::new(); self.visits[visit].units.len()], write: zrt_kernels::Write::Set };
-                    self.run_backward(visit, &w, &none, 0, batch)?;
-                    let side = self.d_side[visit] ^ usize::from(!self.visits[visit].in_place);
-                    if visit == last {
-                        note(self, "loss".into(), &self.loss.view())?;
-                    }
-                    if visit > self.first_trained {
-                        let view = self.d[0][side].slice(0, self.visits[visit].input)?.view();
-                        note(self, format!("gradient of the input of {}", self.visits[visit].name), &view)?;
-                    }
-                }
-                self.finish(open)?;
-            }
-        }
-        Ok(found)
-    }
-
-    fn count_nonfinite(&self, view: &View) -> Result<f32> {
-        let out = self.control.slice(self.options.micro_batches + 1, 1)?;
-        self.device.ops().count_nonfinite(&out, view, &*self.streams.compute)?;
-        let readback = self.streams.compute.read(&out.view())?;
-        Ok(self.wait(&readback)?[0])
-    }
-
     fn wait(&self, readback: &Readback) -> Result<Vec<f32>> {
         let bytes = self.wait_bytes(readback)?;
         Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
@@ -752,18 +536,6 @@ impl Drop for Engine {
     }
 }
 
-/// Receives a piece of state: kind, parameter, first element, values.
-pub type StateSink<'a> = dyn FnMut(Kind, &str, usize, &[f32]) -> Result<()> + 'a;
-
-/// Receives one exported parameter: its specification, element type and bytes.
-pub type WeightSink<'a> = dyn FnMut(&ParamSpec, DType, Vec<u8>) -> Result<()> + 'a;
-
-/// Optimizer state by name and range, from a checkpoint.
-pub trait ReadState: Send + Sync {
-    /// Fills `out` with elements from `start` on of `kind` of parameter `name`.
-    fn read(&self, kind: Kind, name: &str, start: usize, out: &mut [f32]) -> std::result::Result<(), String>;
-}
-
 const NO_UPDATE: AdamW = AdamW { lr: 0.0, beta1: 0.0, beta2: 0.0, eps: 1.0, weight_decay: 0.0, step: 1 };
 
 /// Copies values into a destination of the same bytes.
@@ -774,88 +546,4 @@ fn fill_bytes<T: bytemuck::Pod>(dst: &mut [u8], values: &[T]) -> std::result::Re
     }
     dst.copy_from_slice(src);
     Ok(())
-}
-
-/// The engine's assumptions about a model, checked once.
-fn check_visits(visits: &[VisitSpec], plan: &ShardPlan) -> Result<()> {
-    let fail = |what: String| Err(Error::Model(what));
-    if visits.is_empty() {
-        return fail("no visits".into());
-    }
-    for (v, visit) in visits.iter().enumerate() {
-        let before = v.checked_sub(1).map_or(0, |p| visits[p].output);
-        if visit.input != before {
-            return fail(format!("visit {} takes {} elements, the one before gives {before}", visit.name, visit.input));
-        }
-        if (visit.output == 0) != (v + 1 == visits.len()) {
-            return fail(format!("visit {}: only the last has no output", visit.name));
-        }
-        if visit.in_place && visit.input != visit.output {
-            return fail(format!("visit {} is in_place with input {} and output {}", visit.name, visit.input, visit.output));
-        }
-        if let Some(u) = visit.units.iter().find(|&&u| u >= plan.units.len()) {
-            return fail(format!("visit {} opens unit {u} of {}", visit.name, plan.units.len()));
-        }
-    }
-    for (u, unit) in plan.units.iter().enumerate() {
-        if plan.trained(u).is_some() && !visits.iter().any(|v| v.units.contains(&u)) {
-            return fail(format!("unit {} is trained but no visit opens it", unit.name));
-        }
-    }
-    Ok(())
-}
-
-/// Cuts tensors out of one region, each aligned to 64 bytes.
-fn carve(buffer: &Buffer, at: &mut usize, specs: &[TensorSpec]) -> Result<Vec<ViewMut>> {
-    let mut out = Vec::with_capacity(specs.len());
-    for s in specs {
-        out.push(buffer.view_mut(s.dtype, *at, s.elems)?);
-        *at += region_bytes(std::slice::from_ref(s));
-    }
-    Ok(out)
-}
-
-fn region_bytes(specs: &[TensorSpec]) -> usize {
-    specs.iter().map(|s| (s.elems * s.dtype.bytes()).next_multiple_of(64)).sum()
-}
-
-/// Boundaries and activations per micro-batch; one shared region for what lives within one visit (scratch, recomputed activations, the last visit's).
-fn plan_memory(visits: &[VisitSpec], options: &EngineOptions, group: usize, device: &dyn Device) -> Result<Vec<VisitMemory>> {
-    let last = visits.len() - 1;
-    let mut left = options.recompute;
-    let recompute: Vec<bool> = visits
-        .iter()
-        .map(|v| {
-            let yes = v.recompute && left > 0;
-            left = left.saturating_sub(usize::from(v.recompute));
-            yes
-        })
-        .collect();
-    let shared_acts = |v: usize| recompute[v] || v == last;
-    let largest = |of: &dyn Fn(usize) -> usize| (0..visits.len()).map(of).max().unwrap_or(0).max(64);
-    let work_bytes = largest(&|v| if shared_acts(v) { region_bytes(&visits[v].acts) } else { 0 });
-    let scratch_bytes = largest(&|v| region_bytes(&visits[v].scratch));
-    let work = device.alloc("working activations", work_bytes, Place::Device, Category::Activations)?;
-    let scratch = device.alloc("scratch", scratch_bytes, Place::Device, Category::Activations)?;
-    let mut memory = Vec::with_capacity(visits.len());
-    for (v, visit) in visits.iter().enumerate() {
-        let boundary = TensorSpec { name: "output", elems: visit.output, dtype: options.shape.compute };
-        let own: &[TensorSpec] = if shared_acts(v) { &[] } else { &visit.acts };
-        let bytes = region_bytes(own) + region_bytes(std::slice::from_ref(&boundary));
-        let region = device.alloc(&format!("activations {}", visit.name), (bytes * group).max(64), Place::Device, Category::Activations)?;
-        let mut at = 0;
-        let mut acts = Vec::new();
-        let mut outputs = Vec::new();
-        for _ in 0..group {
-            acts.push(carve(&region, &mut at, own)?);
-            if visit.output > 0 {
-                outputs.extend(carve(&region, &mut at, std::slice::from_ref(&boundary))?);
-            }
-        }
-        if shared_acts(v) {
-            acts = vec![carve(&work, &mut 0, &visit.acts)?];
-        }
-        memory.push(VisitMemory { acts, scratch: carve(&scratch, &mut 0, &visit.scratch)?, outputs, recompute: recompute[v] });
-    }
-    Ok(memory)
 }
