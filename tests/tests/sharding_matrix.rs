@@ -171,7 +171,8 @@ fn ragged_trees() {
 #[test]
 fn chaos() {
     for (i, (name, subject)) in subjects().iter().enumerate() {
-        let some: Vec<Cell> = cells(&[1, 2, 4]).into_iter().filter(|c| c.threads == 1 && !c.recompute).collect();
+        let wanted = |c: &Cell| c.threads == 1 && c.recompute == (i % 2 == 1) && (c.ranks == 2 || c.ranks == 4 && c.stage == 3);
+        let some: Vec<Cell> = cells(&[2, 4]).into_iter().filter(wanted).collect();
         check(name, DType::F32, subject, &some, 8, Mode::Chaos { seed: i as u64 });
     }
 }
