@@ -25,7 +25,7 @@ pub struct RankOptions {
 /// with the input shows once, before ranks start. The text is the report.
 pub fn prepare(config: &Config, ranks: usize) -> Result<String, Fault> {
     let job = Job::open(config, ranks, true)?;
-    zrt::trainer::check_resume(&job)?;
+    zrt::resume::check_resume(&job)?;
     let mut report = format!("data: {}", job.schedule.set().report());
     if let Some(eval) = &job.eval {
         report += &format!("\nheld-out data: {}", eval.set().report());

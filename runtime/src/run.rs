@@ -3,11 +3,12 @@
 use crate::config::Config;
 use crate::engine::{Engine, StepInput};
 use crate::error::{Error, Result};
+use crate::hooks::hooks;
 use crate::job::{Job, ModelPart, engine_options, input};
 use crate::plan::{Placement, Segment};
 use crate::progress::{ErrorReport, error_key};
 use crate::rank::RankEnv;
-use crate::trainer::{Summary, Surroundings, hooks, train};
+use crate::trainer::{Summary, Surroundings, train};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
