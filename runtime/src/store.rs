@@ -202,8 +202,9 @@ impl ParamStore {
     /// Fills every home from `source`: each rank reads its shards; copies are completed by all_gather. Each byte is read once per job.
     pub fn load(&mut self, source: &Arc<dyn WeightSource>) -> Result<()> {
         for i in 0..self.segments.len() {
-            // The f32 master of a trained bf16 weight is loaded by the optimizer, which then sets the weight.
-            if self.plan.segments[i].trainable && self.plan.segments[i].dtype != DType::F32 {
+            // A master apart from the weight (of another type, or on the host) is loaded by the optimizer, which then sets the weight.
+            let s = &self.plan.segments[i];
+            if s.trainable && (s.dtype != DType::F32 || self.options.offload_optimizer) {
                 continue;
             }
             let own = self.own_part(i)?;

@@ -1,5 +1,8 @@
 //! Shared by the integration tests: golden data, ranks as threads, engines over small models.
 
+pub mod logits;
+pub mod processes;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -113,6 +116,12 @@ impl Subject {
 
     /// The model and where its weights come from.
     pub fn open(&self, seq: usize) -> (Arc<dyn Model>, Arc<dyn WeightSource>) {
+        let (decoder, source) = self.decoder(seq);
+        (Arc::new(decoder), source)
+    }
+
+    /// The same, as the concrete model.
+    pub fn decoder(&self, seq: usize) -> (Decoder, Arc<dyn WeightSource>) {
         let arch = ArchConfig::load(&self.folder).unwrap();
         let weights = Arc::new(Weights::open(&self.folder).unwrap());
         let adapter = self.adapter.as_ref().map(|dir| load_adapter(dir, &arch).unwrap());
@@ -127,7 +136,7 @@ impl Subject {
         let specs = loaded.or(fresh);
         let model = Decoder::new(arch, seq, specs.as_deref(), self.dropout).unwrap();
         let sources = Sources { base: Some(weights), adapter: adapter.map(|a| Arc::new(a.weights)), checkpoint: None, seed: 1 };
-        (Arc::new(model), Arc::new(sources))
+        (model, Arc::new(sources))
     }
 }
 
@@ -186,13 +195,8 @@ pub fn train(engine: &mut Engine, steps: usize, lr: f64, batch: &dyn Fn(usize, u
         .map(|s| {
             let trained: u64 = (0..m).map(|i| batch(s, i).trained).sum();
             let lr = lr * (s as f64 / 5.0).min(1.0);
-            let input = StepInput {
-                step: s as u64,
-                hp: golden_adamw(lr),
-                trained_tokens: trained,
-                batch: &|i| Ok(Some(batch(s, i))),
-                stop: false,
-            };
+            let input =
+                StepInput { step: s as u64, hp: golden_adamw(lr), trained_tokens: trained, batch: &|i| Ok(Some(batch(s, i))), stop: false };
             engine.step(&input).unwrap()
         })
         .collect()

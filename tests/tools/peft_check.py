@@ -12,7 +12,8 @@ usage:
 
 Everything runs in f32 on the CPU. Checks:
   1. PEFT loads the adapter; it has taken every tensor of the file and has none that the file lacks.
-  2. PEFT's logits equal --logits within the tolerance (largest absolute difference).
+  2. PEFT's logits equal --logits within the tolerance (largest absolute difference), or within twice the distance of PEFT's f32
+     logits from its f64 ones, where that is more.
   3. The merged model's logits equal PEFT's within the tolerance, or, where the base is stored in 16 bits and the merge had to
      round, within what rounding PEFT's own f32 merge to that type gives, doubled; top-1 agreement is printed.
 Exit code 0 if all hold, 1 otherwise. Needs torch, transformers, peft, safetensors.
@@ -38,7 +39,7 @@ def stored_dtype(path):
 
 def logits_of(model, ids):
     with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits.float()
+        return model(input_ids=ids, use_cache=False).logits
 
 
 def main():
@@ -72,8 +73,15 @@ def main():
     ids = ids if ids.dim() == 2 else ids[None]
     got = logits_of(model, ids)
     if want is not None:
-        diff = (got - want.reshape(got.shape)).abs().max().item()
-        check("logits of the runtime", diff <= a.tolerance, f"largest difference {diff:.3g}, tolerance {a.tolerance:g}")
+        want = want.reshape(got.shape)
+        exact = logits_of(model.double(), ids)
+        model.float()
+        distance = lambda x, y: (x - y).abs().max().item()
+        diff, noise = distance(got, want), distance(got, exact)
+        # Large logits of a deep model: where PEFT's f32 logits are themselves far from its f64 ones, twice that.
+        limit = max(a.tolerance, 2 * noise)
+        check("logits of the runtime", diff <= limit,
+              f"largest difference {diff:.3g}, limit {limit:.3g}; from PEFT in f64: runtime {distance(want, exact):.3g}, PEFT in f32 {noise:.3g}; largest logit {got.abs().max().item():.3g}")
 
     if a.merged:
         merged = logits_of(load(a.merged), ids)
