@@ -139,29 +139,21 @@ impl Screen {
     }
 }
 
-/// `step 12/60 loss 2.345 grad_norm 0.98 lr 1.9e-4 tok/s 512 mem 1.2 GB eta 0:34`
+/// `step 12/60 eta 0:34 loss 2.345 tok/s 512 peak 40% mem 1.2 GB lr 1.9e-4 grad_norm 0.98`; a narrow terminal cuts the end.
 fn describe(r: &StepReport, left_secs: f64) -> String {
-    let mut text = format!(
-        "step {}/{} loss {:.4} grad_norm {:.3} lr {} tok/s {:.0}",
-        r.step,
-        r.steps,
-        r.loss,
-        r.grad_norm,
-        rate(r.lr),
-        r.tokens_per_s
-    );
-    if r.share_of_peak > 0.0 {
-        text += &format!(" peak {:.0}%", 100.0 * r.share_of_peak);
-    }
-    text += &format!(" mem {}", bytes(r.memory_bytes));
-    if r.skipped > 0 {
-        text += &format!(" skipped {}", r.skipped);
-    }
+    let left = if left_secs.is_finite() { left_secs.clamp(0.0, 1e8) } else { 0.0 };
+    let mut text = format!("step {}/{} eta {} loss {:.4}", r.step, r.steps, clock(Duration::from_secs_f64(left)), r.loss);
     if let Some(loss) = r.eval_loss {
         text += &format!(" eval_loss {loss:.4}");
     }
-    let left = if left_secs.is_finite() { left_secs.clamp(0.0, 1e8) } else { 0.0 };
-    text + &format!(" eta {}", clock(Duration::from_secs_f64(left)))
+    if r.skipped > 0 {
+        text += &format!(" skipped {}", r.skipped);
+    }
+    text += &format!(" tok/s {:.0}", r.tokens_per_s);
+    if r.share_of_peak > 0.0 {
+        text += &format!(" peak {:.0}%", 100.0 * r.share_of_peak);
+    }
+    text + &format!(" mem {} lr {} grad_norm {:.3}", bytes(r.memory_bytes), rate(r.lr), r.grad_norm)
 }
 
 fn rate(lr: f64) -> String {
@@ -200,7 +192,7 @@ mod tests {
             memory_bytes: 1_230_000_000,
             ..StepReport::default()
         };
-        assert_eq!(describe(&report, 34.2), "step 12/60 loss 2.3451 grad_norm 0.980 lr 1.90e-4 tok/s 512 mem 1.2 GB eta 0:34");
+        assert_eq!(describe(&report, 34.2), "step 12/60 eta 0:34 loss 2.3451 tok/s 512 mem 1.2 GB lr 1.90e-4 grad_norm 0.980");
     }
 
     #[test]

@@ -19,8 +19,10 @@ use zrt_collectives::store::{MemoryStore, Store};
 
 /// After the first failure: others may be dying of the same cause, and say more about it.
 const REASONS: Duration = Duration::from_millis(300);
-/// Between SIGTERM and SIGKILL.
+/// Between SIGTERM and SIGKILL, once the job has failed.
 const TERM: Duration = Duration::from_secs(3);
+/// The same for trainers: without the failed rank they can finish no step, so they only say their last words.
+const TERM_TRAINER: Duration = Duration::from_secs(1);
 /// For output still in pipes after the last rank has ended; a grandchild may hold a pipe open for ever.
 const DRAIN: Duration = Duration::from_millis(500);
 /// For processes to vanish after SIGKILL.
@@ -35,6 +37,12 @@ pub struct Rules {
     pub together: Option<Duration>,
     /// The ranks are trainers: they save before they end when asked to.
     pub trainer: bool,
+}
+
+impl Rules {
+    fn grace(&self) -> Duration {
+        if self.trainer { TERM_TRAINER } else { TERM }
+    }
 }
 
 enum Phase {
@@ -179,7 +187,7 @@ impl Supervisor {
                 self.look_for_deserters();
             }
             Phase::Failing { since } if since.elapsed() >= REASONS => self.end_all(),
-            Phase::Ending { since, killed: false } if since.elapsed() >= TERM => {
+            Phase::Ending { since, killed: false } if since.elapsed() >= self.rules.grace() => {
                 self.signal_all(Signal::KILL);
                 self.phase = Phase::Ending { since, killed: true };
             }

@@ -304,7 +304,7 @@ fn gradients_that_are_not_finite() {
     let skipped = "step 3: gradient not finite, no weight was changed; first: rank 0: output of layers.0 in micro-batch 0 (";
     done.says(1, &["WARN step 2: ", skipped, "train.jsonl:", "rank 1: output of layers.0 in micro-batch 1 ("]);
     done.says(1, &["step 4: ", "3 such steps in a row (training.max_skipped_steps), giving up: lower optimizer.lr or check the data"]);
-    assert!(done.out.contains("step 3/12 loss NaN") && done.out.contains("skipped 2"), "skipped steps are shown and counted: {}", done.out);
+    assert!(done.out.contains(" loss NaN skipped 2 tok/s "), "skipped steps are shown and counted: {}", done.out);
     let rows = std::fs::read_to_string(tiny.path("out/metrics.jsonl")).unwrap();
     let last: serde_json::Value = serde_json::from_str(rows.lines().last().unwrap()).unwrap();
     assert_eq!((last["step"].as_u64(), last["skipped"].as_u64(), last["loss"].is_null()), (Some(3), Some(2), true));

@@ -13,6 +13,11 @@ fn job(ranks: usize, folder: &Path, options: &[&str], script: &str) -> Running {
     Running::start(zlaunch().args(["-n", &ranks]).args(options).args(["--", "sh", "-c", &script]))
 }
 
+/// A rank that has not set its trap yet would end by the signal.
+fn trapped(folder: &Path, ranks: usize) {
+    until("all ranks have set their traps", || (0..ranks).all(|r| folder.join(format!("trap.{r}")).exists()));
+}
+
 #[test]
 fn ranks_get_torchruns_variables_and_logs() {
     let dir = tempfile::tempdir().unwrap();
@@ -104,10 +109,10 @@ fn what_ranks_started_ends_with_them() {
 #[test]
 fn one_interrupt_asks_ranks_to_end() {
     let dir = tempfile::tempdir().unwrap();
-    let running = job(2, dir.path(), &[], "trap 'echo saved; exit 0' TERM; while :; do sleep 0.05; done");
+    let script = format!("trap 'echo saved; exit 0' TERM; echo > {}/trap.$RANK; while :; do sleep 0.05; done", dir.path().display());
+    let running = job(2, dir.path(), &[], &script);
     let pids = pids(dir.path(), 2);
-    // The number is written before the trap is set: a rank that has no trap yet would end by the signal.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    trapped(dir.path(), 2);
     running.signal(2);
     let done = running.finish();
     done.says(0, &["again to end at once"]);
@@ -128,10 +133,10 @@ fn ranks_that_end_by_our_signal_are_no_failure_but_no_success() {
 #[test]
 fn a_second_interrupt_ends_at_once() {
     let dir = tempfile::tempdir().unwrap();
-    let script = format!("trap 'echo > {}/term.$RANK' TERM; while :; do sleep 0.05; done", dir.path().display());
-    let running = job(2, dir.path(), &[], &script);
+    let script = "trap 'echo > DIR/term.$RANK' TERM; echo > DIR/trap.$RANK; while :; do sleep 0.05; done";
+    let running = job(2, dir.path(), &[], &script.replace("DIR", &dir.path().display().to_string()));
     let pids = pids(dir.path(), 2);
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    trapped(dir.path(), 2);
     running.signal(2);
     until("both ranks were asked", || (0..2).all(|r| dir.path().join(format!("term.{r}")).exists()));
     running.signal(2);

@@ -530,7 +530,7 @@ pub struct CommConfig {
     pub init_timeout_seconds: u64,
     /// Seconds without progress in a collective while all ranks are alive.
     pub train_timeout_seconds: u64,
-    /// Seconds after which a rank that gives no sign of life is lost.
+    /// Seconds after which a rank that gives no sign of life is lost. By default the whole job has ended within 10 s then.
     pub heartbeat_timeout_seconds: u64,
 }
 
@@ -541,7 +541,7 @@ impl Default for CommConfig {
             share_pages: true,
             init_timeout_seconds: 300,
             train_timeout_seconds: 100,
-            heartbeat_timeout_seconds: 10,
+            heartbeat_timeout_seconds: 8,
         }
     }
 }
