@@ -44,7 +44,7 @@ pub struct RunArgs {
     /// Print ranks, units, segments and bytes per rank and per host, and stop
     #[arg(long)]
     pub dry_run: bool,
-    /// With a program: write each rank's output to DIR/rank-<N>.log too
+    /// With a program: write each rank's output to DIR/rank-N.log too
     #[arg(long, value_name = "DIR")]
     pub logs: Option<PathBuf>,
     /// With a program: seconds after which a stopped rank is lost

@@ -1,8 +1,8 @@
 //! How gradients of micro-batches become one gradient: the fixed tree of rule 9.
 //!
 //! The micro-batches of a step have global indices `group * (ranks * G) + rank * G + j`. Their gradients (**leaves**) are combined in the binary
-//! tree over that index: a subtree of up to G leaves on each rank ([`Fold`] over leaf buffers, compute stream), then the
-//! ranks (the collective's tree), then the groups ([`Fold`] over accumulators, already sharded at stages 2 and 3).
+//! tree over that index: a subtree of up to G leaves on each rank (`Fold` over leaf buffers, compute stream), then the
+//! ranks (the collective's tree), then the groups (`Fold` over accumulators, already sharded at stages 2 and 3).
 //! A fold is a binary counter: equal levels merge, and at the end what is left is folded smallest first, so missing leaves count as zero.
 //! The tree is the same for every power-of-two (ranks, G); so are the bits. (A sum of zeros may differ in the sign of zero; the optimizer adds +0 to each gradient first.)
 //!

@@ -7,7 +7,7 @@
 //! * `mask` which characters, and so which tokens, are trained; `rows` the row formats.
 //! * [`prepare()`] all rows to tokens, in parallel, with a cache on disk (`cache`).
 //! * [`set`] what that yields. [`schedule`] which of it each step trains on: pure arithmetic, the same on every rank.
-//! * [`show`] the tokens as the trainer sees them, as text.
+//! * [`show()`] the tokens as the trainer sees them, as text.
 
 mod cache;
 mod error;

@@ -97,7 +97,7 @@ pub struct TokenSet {
 
 impl TokenSet {
     /// A set from documents made elsewhere: `(ids, trained)` pairs of equal length. Documents without a trained target are dropped
-    /// and counted, as [`prepare`](super::prepare) does.
+    /// and counted, as [`prepare`](super::prepare()) does.
     pub fn from_documents(documents: impl IntoIterator<Item = (Vec<u32>, Vec<bool>)>, pad_id: u32) -> Result<TokenSet, DataError> {
         let mut set = TokenSet::empty(vec![PathBuf::from("memory")], pad_id);
         let mut hash = Sha256::new();

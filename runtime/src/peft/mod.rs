@@ -1,5 +1,5 @@
 //! Adapters as PEFT has them, in and out: the configuration ([`config`]), which layers get one ([`plan`]), the files
-//! ([`file`]) and a fresh start ([`init`]).
+//! ([`mod@file`]) and a fresh start ([`mod@init`]).
 //!
 //! What PEFT can express and we cannot honour is refused with the reason, since an adapter that loads and then means something
 //! else is the worst outcome.
