@@ -87,13 +87,13 @@ fn ranges_cross_blocks() {
     let sizes = [600_000, 10, 500_001];
     let reader = Reader::open(&write(run.path(), 1, 2, &sizes, &[123_457, 262_144])).unwrap();
     std::thread::scope(|s| {
-        for t in 0..3usize {
+        for kind in KINDS {
             let reader = &reader;
             s.spawn(move || {
                 for start in [0, 262_143, 262_144, 499_000, 1] {
                     let mut got = vec![0f32; 1000];
-                    reader.read(KINDS[t], "p2", start, &mut got).unwrap();
-                    assert_eq!(got, values(KINDS[t], 2, start, 1000));
+                    reader.read(kind, "p2", start, &mut got).unwrap();
+                    assert_eq!(got, values(kind, 2, start, 1000));
                 }
             });
         }
