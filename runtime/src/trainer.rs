@@ -88,6 +88,8 @@ pub fn train(job: &Job, at: Surroundings, hooks: &mut [Box<dyn Hook>]) -> Result
     let mut run = start(job, at)?;
     let total = job.schedule.total_steps();
     let begun = Instant::now();
+    // The time of this line tells how long a start takes, see benches/compare/run.sh.
+    tracing::info!("training begins at step {} of {total}", run.step + 1);
     let mut in_a_row = 0;
     while run.step < total && !run.summary.stopped {
         let step_begun = Instant::now();
