@@ -23,13 +23,8 @@ fn check_gradients(case: &str, adapter: &str, file: &str, loss_key: &str, batch:
     let host = rows(batch.0, batch.1, 64);
     on_ranks(1, true, |comm| {
         let mut engine = engine(&subject(case, adapter), options(), comm, device(1, Mode::Threaded));
-        let input = StepInput {
-            step: 0,
-            hp: golden_adamw(0.0),
-            trained_tokens: host.trained,
-            batch: &|_| Ok(Some(host.clone())),
-            stop: false,
-        };
+        let input =
+            StepInput { step: 0, hp: golden_adamw(0.0), trained_tokens: host.trained, batch: &|_| Ok(Some(host.clone())), stop: false };
         let got = engine.gradients(&input).unwrap();
         assert_eq!(got.len(), want.len());
         let mut worst = (0.0, String::new());
@@ -133,13 +128,8 @@ fn other_architectures() {
         let host = rows(&batch, &batch, 64);
         on_ranks(1, true, |comm| {
             let mut engine = engine(&Subject::full(golden(&dir)), options(), comm, device(1, Mode::Threaded));
-            let input = StepInput {
-                step: 0,
-                hp: golden_adamw(0.0),
-                trained_tokens: host.trained,
-                batch: &|_| Ok(Some(host.clone())),
-                stop: false,
-            };
+            let input =
+                StepInput { step: 0, hp: golden_adamw(0.0), trained_tokens: host.trained, batch: &|_| Ok(Some(host.clone())), stop: false };
             let got = engine.gradients(&input).unwrap();
             assert_eq!(got.len(), want.len(), "{name}");
             let mut worst = (0.0, String::new());

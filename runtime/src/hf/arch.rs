@@ -112,6 +112,9 @@ pub struct ArchConfig {
     pub windows: Vec<Option<usize>>,
     /// Standard deviation of a random start.
     pub initializer_range: f32,
+    /// Id of the padding token, if it is one of the vocabulary. Its row of the embedding is not trained as an input (transformers
+    /// passes it to `torch.nn.Embedding` as `padding_idx`).
+    pub pad_token_id: Option<usize>,
     /// `dtype` (`torch_dtype`) as written, such as `"bfloat16"`.
     pub dtype: Option<String>,
 }
@@ -193,9 +196,10 @@ impl ArchConfig {
         let max_position = k.size_or("max_position_embeddings", 1 << 30, max_default)?;
         let attention_bias = bias_allowed && k.flag("attention_bias", false)?;
         let (rope_theta, rope) = rope(&k, max_position)?;
+        let vocab = k.size("vocab_size", 1 << 24)?;
         Ok(ArchConfig {
             architecture,
-            vocab: k.size("vocab_size", 1 << 24)?,
+            vocab,
             hidden,
             intermediate: k.size("intermediate_size", 1 << 22)?,
             layers,
@@ -213,6 +217,7 @@ impl ArchConfig {
             qk_norm: architecture == Architecture::Qwen3,
             windows: windows(&k, architecture, layers)?,
             initializer_range: k.number_in("initializer_range", 0.02, 0.0, 1e3)? as f32,
+            pad_token_id: map.get("pad_token_id").and_then(Value::as_u64).map(|id| id as usize).filter(|id| *id < vocab),
             dtype: ["dtype", "torch_dtype"].iter().find_map(|key| map.get(*key)?.as_str()).map(str::to_owned),
         })
     }

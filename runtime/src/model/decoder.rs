@@ -236,6 +236,10 @@ impl Model for Decoder {
             (None, None, Some(dy)) => {
                 if let Some((table, write)) = grads.get(0, 0) {
                     cx.ops.embedding_backward(table, write, dy, &batch.ids, c, &cx.workspace, cx.stream)?;
+                    if let Some(pad) = self.arch.pad_token_id {
+                        // As torch.nn.Embedding with padding_idx: no gradient through the input (a tied head still trains the row).
+                        cx.stream.fill(&table.slice(pad * c, c)?, 0.0)?;
+                    }
                 }
             }
             (Some(Some(block)), Some(x), Some(d)) => block.backward(cx, w, grads, d, dx.is_some(), x, acts, batch)?,
