@@ -43,6 +43,11 @@ fn want(op: &'static str, operand: &'static str, view: &View, dtype: DType, elem
     length(op, operand, view, elems)
 }
 
+/// As [`want`], where an f32 sum that is not yet rounded to `dtype` will do too.
+fn sum_or(op: &'static str, operand: &'static str, v: &View, dtype: DType, elems: usize) -> Result<()> {
+    want(op, operand, v, if v.dtype() == DType::F32 { DType::F32 } else { dtype }, elems)
+}
+
 /// The storage type of a call: that of `view`, which must be a float.
 fn float(op: &'static str, operand: &'static str, view: &View) -> Result<DType> {
     match view.dtype() {
@@ -190,7 +195,7 @@ pub fn linear(y: &View, x: &View, w: &Weight, bias: Option<&View>, tokens: usize
     if let Some(bias) = bias {
         want(OP, "bias", bias, t, outputs)?;
     }
-    want(OP, "y", y, t, product(OP, &[tokens, outputs])?)?;
+    sum_or(OP, "y", y, t, product(OP, &[tokens, outputs])?)?;
     disjoint(OP, &[("y", Some(y))], &[("x", Some(x)), ("w", Some(&w.view)), ("packed w", w.packed.as_ref()), ("bias", bias)], &[])
 }
 
@@ -262,7 +267,7 @@ pub fn lora(
     for (i, ad) in adapters.iter().enumerate() {
         positive(OP, "rank", ad.rank)?;
         finite(OP, "scale", ad.scale)?;
-        want(OP, "y", &ad.y, t, product(OP, &[tokens, ad.outputs])?)?;
+        sum_or(OP, "y", &ad.y, t, product(OP, &[tokens, ad.outputs])?)?;
         want(OP, "t", &ad.t, DType::F32, product(OP, &[tokens, ad.rank])?)?;
         want(OP, "a", &ad.a, DType::F32, product(OP, &[ad.rank, inputs])?)?;
         want(OP, "b", &ad.b, DType::F32, product(OP, &[ad.outputs, ad.rank])?)?;
@@ -539,7 +544,7 @@ pub fn add(out: &View, a: &View, b: &View) -> Result<()> {
 pub fn add_into(y: &View, x: &View) -> Result<()> {
     const OP: &str = "add_into";
     let t = float(OP, "y", y)?;
-    want(OP, "x", x, t, y.elems())?;
+    sum_or(OP, "x", x, t, y.elems())?;
     disjoint(OP, &[("y", Some(y))], &[("x", Some(x))], &[])
 }
 

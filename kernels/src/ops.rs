@@ -67,7 +67,8 @@ pub struct Dropout {
 /// One adapter of [`Ops::lora`].
 #[derive(Clone, Debug)]
 pub struct LoraForward {
-    /// `[N, O]` float: the base layer's output; `scale * drop(x) A^T B^T` is added to it.
+    /// `[N, O]` float: the base layer's output; `scale * drop(x) A^T B^T` is added to it. Best f32: added to a bf16 number, a small
+    /// update is rounded away.
     pub y: ViewMut,
     /// `[N, R]` f32: receives `drop(x) A^T`, needed by backward.
     pub t: ViewMut,
@@ -247,7 +248,8 @@ pub trait Ops: Send + Sync {
         s: &dyn Stream,
     ) -> Result<()>;
 
-    /// `y = x W^T + bias` (or added to `y`). `y [N,O]`, `x [N,I]`, `w [O,I]`, `bias [O]`, all float of one type.
+    /// `y = x W^T + bias` (or added to `y`). `y [N,O]`, `x [N,I]`, `w [O,I]`, `bias [O]`, all float of one type; `y` may be f32 where the
+    /// others are bf16: a sum that will be rounded once, later.
     fn linear(
         &self,
         y: &ViewMut,
@@ -371,7 +373,7 @@ pub trait Ops: Send + Sync {
     fn sum(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()>;
     /// `out = a + b`, f32, same lengths; `out` may be either.
     fn add(&self, out: &ViewMut, a: &View, b: &View, s: &dyn Stream) -> Result<()>;
-    /// `y += x`, float of one type, same lengths (residual and its gradient).
+    /// `y += x`, float of one type, same lengths (residual and its gradient); `x` may be f32 where `y` is bf16.
     fn add_into(&self, y: &ViewMut, x: &View, s: &dyn Stream) -> Result<()>;
     /// `x *= factor`, float.
     fn scale(&self, x: &ViewMut, factor: f32, s: &dyn Stream) -> Result<()>;

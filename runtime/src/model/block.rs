@@ -121,6 +121,7 @@ mod scratch {
     pub const DK: usize = 5; // [N, K*D]
     pub const DV: usize = 6; // [N, K*D]
     pub const DO: usize = 7; // [N, H*D]
+    pub const SUM: usize = 8; // f32 outputs of the layers that share an input, where adapters are added to bf16
 }
 
 impl Block {
@@ -131,6 +132,11 @@ impl Block {
 
     fn linears(&self) -> [&Linear; 7] {
         [&self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down]
+    }
+
+    /// Adapters' small updates survive only if they are added before the layer's output is rounded to bf16.
+    fn sums_apart(&self, compute: DType) -> bool {
+        compute == DType::BF16 && self.linears().iter().any(|l| l.adapter.is_some())
     }
 
     /// What the block needs for one micro-batch.
@@ -170,6 +176,7 @@ impl Block {
             spec("dk", n * kd, t),
             spec("dv", n * kd, t),
             spec("do", n * hd, t),
+            spec("sum", if self.sums_apart(t) { n * (hd + 2 * kd).max(2 * f).max(c) } else { 0 }, DType::F32),
         ];
         let mut shapes = vec![
             OpShape::RmsNormBackward { rows: n, cols: c },
@@ -212,44 +219,61 @@ impl Block {
         let n1 = &cx.scratch[scratch::N];
         ops.rmsnorm(n1, &acts[act::RSTD1], x, w.get(0, self.norm1)?, self.eps, n, c, s)?;
         let (q0, k0) = if self.qk_norm.is_some() { (act::Q0, act::K0) } else { (act::Q, act::K) };
-        for (l, out) in [(&self.q, q0), (&self.k, k0), (&self.v, act::V)] {
-            self.linear(cx, w, l, &acts[out], Write::Set, n1, n)?;
-        }
-        self.lora(cx, w, &[(&self.q, &acts[q0]), (&self.k, &acts[k0]), (&self.v, &acts[act::V])], n1, acts, batch)?;
+        self.project(cx, w, &[(&self.q, &acts[q0]), (&self.k, &acts[k0]), (&self.v, &acts[act::V])], Write::Set, n1, acts, batch)?;
         if let Some((qn, kn)) = self.qk_norm {
             ops.rmsnorm(&acts[act::Q], &acts[act::RSTD_Q], &acts[act::Q0], w.get(0, qn)?, self.eps, n * at.heads, at.head_dim, s)?;
             ops.rmsnorm(&acts[act::K], &acts[act::RSTD_K], &acts[act::K0], w.get(0, kn)?, self.eps, n * at.kv_heads, at.head_dim, s)?;
         }
         ops.rope(&acts[act::Q], &cx.tables[0], &batch.positions, at.heads, at.head_dim, s)?;
         ops.rope(&acts[act::K], &cx.tables[0], &batch.positions, at.kv_heads, at.head_dim, s)?;
-        ops.attention(
-            &acts[act::O],
-            &acts[act::LSE],
-            &acts[act::Q],
-            &acts[act::K],
-            &acts[act::V],
-            &batch.cu_seqlens,
-            batch.documents,
-            n,
-            *at,
-            &cx.workspace,
-            s,
-        )?;
+        let (q, k, v, docs) = (&acts[act::Q], &acts[act::K], &acts[act::V], batch.documents);
+        ops.attention(&acts[act::O], &acts[act::LSE], q, k, v, &batch.cu_seqlens, docs, n, *at, &cx.workspace, s)?;
         let x1 = &acts[act::X1];
         s.copy(x1, x)?;
-        self.linear(cx, w, &self.o, x1, Write::Add, &acts[act::O], n)?;
-        self.lora(cx, w, &[(&self.o, x1)], &acts[act::O], acts, batch)?;
+        self.project(cx, w, &[(&self.o, x1)], Write::Add, &acts[act::O], acts, batch)?;
 
         let n2 = &cx.scratch[scratch::N];
         ops.rmsnorm(n2, &acts[act::RSTD2], x1, w.get(0, self.norm2)?, self.eps, n, c, s)?;
-        self.linear(cx, w, &self.gate, &acts[act::GATE], Write::Set, n2, n)?;
-        self.linear(cx, w, &self.up, &acts[act::UP], Write::Set, n2, n)?;
-        self.lora(cx, w, &[(&self.gate, &acts[act::GATE]), (&self.up, &acts[act::UP])], n2, acts, batch)?;
+        self.project(cx, w, &[(&self.gate, &acts[act::GATE]), (&self.up, &acts[act::UP])], Write::Set, n2, acts, batch)?;
         let h = &cx.scratch[scratch::H];
         ops.swiglu(h, &acts[act::GATE], &acts[act::UP], s)?;
         s.copy(y, x1)?;
-        self.linear(cx, w, &self.down, y, Write::Add, h, n)?;
-        self.lora(cx, w, &[(&self.down, y)], h, acts, batch)
+        self.project(cx, w, &[(&self.down, y)], Write::Add, h, acts, batch)
+    }
+
+    /// The layers that share `x`, adapters included, set or added to their outputs with one rounding.
+    #[allow(clippy::too_many_arguments)]
+    fn project(
+        &self,
+        cx: &Cx,
+        w: &Params,
+        layers: &[(&Linear, &ViewMut)],
+        write: Write,
+        x: &View,
+        acts: &[ViewMut],
+        batch: &Batch,
+    ) -> Result<()> {
+        let n = batch.ids.elems();
+        let apart = self.sums_apart(x.dtype()) && layers.iter().any(|l| l.0.adapter.is_some());
+        let mut at = 0;
+        let mut outputs = Vec::with_capacity(layers.len());
+        for (l, y) in layers {
+            let sum = if apart { cx.scratch[scratch::SUM].slice(at, n * l.outputs)? } else { (*y).clone() };
+            at += n * l.outputs;
+            self.linear(cx, w, l, &sum, if apart { Write::Set } else { write }, x, n)?;
+            outputs.push(sum);
+        }
+        let adapted: Vec<(&Linear, &ViewMut)> = layers.iter().map(|l| l.0).zip(&outputs).collect();
+        self.lora(cx, w, &adapted, x, acts, batch)?;
+        if apart {
+            for ((_, y), sum) in layers.iter().zip(&outputs) {
+                match write {
+                    Write::Set => cx.ops.cast(y, sum, cx.stream)?,
+                    Write::Add => cx.ops.add_into(y, sum, cx.stream)?,
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Turns `d`, the gradient of the block's output, into that of its input (when `want_dx`).
