@@ -14,6 +14,5 @@ if [ ! -f "$model/model.safetensors" ]; then
     fi
     [ -f "$model/model.safetensors" ] || echo "not run: tests on SmolLM2-135M (the model could not be made)" >&2
 fi
-cargo build --release --quiet -p zlaunch
 cargo nextest --version > /dev/null 2>&1 && exec cargo nextest run --workspace --no-fail-fast "$@"
 cargo test --workspace --no-fail-fast "$@"

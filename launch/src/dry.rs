@@ -5,6 +5,22 @@ use zrt::config::{Config, Resolved};
 use zrt::plan::Segment;
 use zrt::run::DryRun;
 
+/// The plan in one line, for every start.
+pub fn line(plan: &DryRun, config: &Config) -> String {
+    let (all, trained) = plan.parameters;
+    let mb = |bytes: usize| bytes as f64 / 1e6;
+    format!(
+        "{:.1} M parameters, {:.1} M trained; zero.stage {} on {} rank{}; {:.0} MB per rank, {:.0} MB per host (--dry-run shows all)",
+        all as f64 / 1e6,
+        trained as f64 / 1e6,
+        config.zero.stage,
+        plan.ranks,
+        if plan.ranks == 1 { "" } else { "s" },
+        mb(plan.rank_bytes),
+        mb(plan.host_bytes)
+    )
+}
+
 /// Units alike in a row are one line.
 pub fn table(plan: &DryRun, batch: &Resolved, config: &Config) -> String {
     let mut out = String::new();

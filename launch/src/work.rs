@@ -30,6 +30,7 @@ pub fn prepare(config: &Config, ranks: usize) -> Result<String, Fault> {
     if let Some(eval) = &job.eval {
         report += &format!("\nheld-out data: {}", eval.set().report());
     }
+    report += &format!("\nplan: {}", crate::dry::line(&zrt::run::dry_run(config, ranks)?, config));
     Ok(report)
 }
 

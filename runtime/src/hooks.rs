@@ -111,6 +111,12 @@ impl Saving {
             Ok(())
         })?;
         save.close();
+        // A rank whose disk is slower than its queue is long may come late: wait for it here, not in the next collective.
+        let key = |rank: usize| format!("queued/{}/{rank}", run.step);
+        run.at.store.set(&key(run.at.comm.rank()), b"")?;
+        for rank in 0..run.at.comm.ranks() {
+            run.at.store.get(&key(rank), self.patience)?;
+        }
         self.pending = Some(save);
         Ok(())
     }

@@ -59,7 +59,7 @@ fn choose_checkpoint(job: &Job, folder: &Path) -> Result<Option<Reader>> {
             }
             None
         }
-        path => Some(Reader::open(Path::new(path)).map_err(input)?),
+        path => Some(open_named(Path::new(path))?),
     };
     if let Some(reader) = &reader {
         check_resumable(job, reader)?;
@@ -76,9 +76,18 @@ pub fn check_resume(job: &Job) -> Result<()> {
     let reader = match job.config.checkpoint.resume.as_str() {
         "none" => None,
         "auto" => checkpoint::latest(&job.config.checkpoint.folder, Check::Sizes).map_err(input)?.found,
-        path => Some(Reader::open(Path::new(path)).map_err(input)?),
+        path => Some(open_named(Path::new(path))?),
     };
     reader.map_or(Ok(()), |reader| check_resumable(job, &reader))
+}
+
+/// The checkpoint that `checkpoint.resume` names: a checkpoint's folder, or a run's, whose latest it is.
+fn open_named(path: &Path) -> Result<Reader> {
+    if path.is_dir() && !path.join(checkpoint::MANIFEST).is_file() {
+        let latest = checkpoint::latest(path, Check::Sizes).map_err(input)?;
+        return latest.found.ok_or_else(|| Error::Input(format!("checkpoint.resume: {} holds no usable checkpoint", path.display())));
+    }
+    Reader::open(path).map_err(input)
 }
 
 fn check_resumable(job: &Job, reader: &Reader) -> Result<()> {
