@@ -41,6 +41,11 @@ impl RunFolder {
         Ok(RunFolder { config: path.join("config.toml"), logs, path, _lock: lock })
     }
 
+    /// When a run in this folder was first started, by its saved configuration.
+    pub fn started(&self) -> Option<i64> {
+        self.config.is_file().then(|| Config::load(&self.config, &[]).ok()?.data.now_secs)?
+    }
+
     /// Writes the resolved configuration, whole or not at all.
     pub fn save_config(&self, config: &Config) -> Result<(), Fault> {
         let text = format!("# The configuration of this run, defaults included, written by zlaunch.\n{}", config.to_toml()?);

@@ -38,7 +38,7 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
     if args.logs.is_some() {
         return Err(Fault::user("--logs is for programs (zlaunch -n 2 --logs DIR -- program); a training run logs in checkpoint.folder"));
     }
-    let config = Config::load(file, &args.set)?;
+    let mut config = Config::load(file, &args.set)?;
     let batch = config.resolve(ranks).map_err(|mut e| {
         e.file = file.to_path_buf();
         e
@@ -47,6 +47,8 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
         return crate::print(work::dry_run(&config, batch)?);
     }
     let folder = RunFolder::claim(&config)?;
+    // All ranks, and every later start of this run, see one day in their chat templates.
+    config.data.now_secs = config.data.now_secs.or_else(|| folder.started()).or_else(now_secs);
     let report = work::prepare(&config, ranks)?;
     if !report.is_empty() {
         eprintln!("{}", report.trim_end());
@@ -71,6 +73,10 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
     let end = job.server.store().get(RUN_END_KEY, Duration::ZERO).ok();
     let end = end.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default();
     crate::print(screen.summary(&end, &folder.path))
+}
+
+fn now_secs() -> Option<i64> {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).ok().map(|d| d.as_secs() as i64)
 }
 
 /// `zlaunch -n 4 -- ./my_trainer --its --args`

@@ -14,8 +14,8 @@ use rustix::process::Signal;
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::UnboundedReceiver;
-use zrt::progress::{ErrorReport, STOP_KEY};
-use zrt_collectives::store::{MemoryStore, Store};
+use zrt::progress::ErrorReport;
+use zrt_collectives::store::MemoryStore;
 
 /// After the first failure: others may be dying of the same cause, and say more about it.
 const REASONS: Duration = Duration::from_millis(300);
@@ -161,8 +161,6 @@ impl Supervisor {
         let first = self.asked.is_none();
         self.asked.get_or_insert(signal.as_raw());
         if first && matches!(self.phase, Phase::Running) {
-            // The trainer looks for the key after each step; without it SIGTERM alone does the same.
-            let _ = self.store.set(STOP_KEY, b"1");
             self.signal_all(Signal::TERM);
             self.screen.say(if self.rules.trainer {
                 "stopping after this step, again to end at once"
@@ -260,10 +258,11 @@ impl Supervisor {
 
     fn conclude(self) -> Result<Screen, Fault> {
         let asked = self.asked.map(|signal| (u8::try_from(128 + signal).unwrap_or(1), proc::signal_name(signal)));
-        if let (true, Some((code, name))) = (self.insisted, &asked) {
+        let evidence = self.evidence();
+        // A rank that failed before anyone pressed a key is still the news.
+        if let (true, false, Some((code, name))) = (self.insisted, evidence.iter().any(|e| e.end.failed()), &asked) {
             return Err(Fault::job(*code, format!("ended at once, on {name}")));
         }
-        let evidence = self.evidence();
         if evidence.iter().any(|e| e.end.failed()) {
             return Err(self.blame(&evidence));
         }

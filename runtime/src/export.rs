@@ -42,8 +42,9 @@ pub fn adapter(engine: &mut Engine, plan: &LoraPlan, base: &BaseId, base_name: &
     save_adapter(dir, &config, &tensors, Some(base)).map_err(|e| Error::Save(e.to_string()))
 }
 
-/// Writes the whole model to `dir`, unit by unit: rank 0 holds one unit at a time.
-pub fn model(engine: &mut Engine, part: &ModelPart, dir: &Path) -> Result<()> {
+/// Writes the whole model to `dir`, unit by unit: rank 0 holds one unit at a time. `gate(unit)` returns when rank 0 wants the unit, so
+/// that no rank waits for a disk in a collective.
+pub fn model(engine: &mut Engine, part: &ModelPart, dir: &Path, gate: &dyn Fn(usize) -> Result<()>) -> Result<()> {
     let units = engine.plan().units.len();
     let writer = engine.comm().rank() == 0;
     let mut next = 0;
@@ -64,6 +65,7 @@ pub fn model(engine: &mut Engine, part: &ModelPart, dir: &Path) -> Result<()> {
         outcome = export_model(dir, &part.folder, &specs, MAX_SHARD_BYTES, &mut |spec, start, dst| {
             while !held.contains_key(&spec.name) && next < units {
                 held.clear();
+                gate(next)?;
                 for (p, bytes) in engine.unit_weights(next)? {
                     held.insert(p.name, bytes);
                 }
@@ -80,6 +82,7 @@ pub fn model(engine: &mut Engine, part: &ModelPart, dir: &Path) -> Result<()> {
     }
     // Whatever happened to the file, the ranks open the same units.
     while next < units {
+        gate(next)?;
         engine.unit_weights(next)?;
         next += 1;
     }

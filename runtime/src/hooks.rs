@@ -206,7 +206,10 @@ impl Hook for Metrics {
         }
         let freq = run.job.config.metrics.log_freq.max(1);
         if report.step.is_multiple_of(freq) || report.step == report.steps {
-            run.at.store.set(PROGRESS_KEY, text.as_bytes())?;
+            // Nobody may be watching: the launcher can be stopped or gone, and then says so itself.
+            if let Err(e) = run.at.store.set(PROGRESS_KEY, text.as_bytes()) {
+                tracing::warn!("progress: {e}; training goes on");
+            }
         }
         Ok(())
     }
@@ -233,7 +236,19 @@ impl Hook for Outcome {
                 let name = run.job.config.model.path.clone();
                 export::adapter(&mut run.engine, plan, &run.job.base, &name, &dir, run.moved)
             }
-            None => export::model(&mut run.engine, &run.job.model, &dir),
+            None => {
+                let (store, first, step) = (run.at.store.clone(), run.is_first(), run.step);
+                let gate = move |unit: usize| -> Result<()> {
+                    let key = format!("export/{step}/{unit}");
+                    if first {
+                        store.set(&key, b"")?;
+                    } else {
+                        store.get(&key, PATIENCE)?;
+                    }
+                    Ok(())
+                };
+                export::model(&mut run.engine, &run.job.model, &dir, &gate)
+            }
         };
         // Rank 0 may write for long after the others opened their last unit: they wait for its word, not in a collective.
         let key = format!("outcome/{}", run.step);

@@ -7,8 +7,6 @@ use serde::{Deserialize, Serialize};
 
 /// Store key under which rank 0 publishes the latest [`StepReport`] as JSON.
 pub const PROGRESS_KEY: &str = "progress";
-/// Store key that asks the trainer to save and end after the current step; any value.
-pub const STOP_KEY: &str = "stop";
 /// Store key under which rank 0 publishes how the run ended: a JSON [`RunEnd`].
 pub const RUN_END_KEY: &str = "run_end";
 /// Exit code of a rank that failed only because another one did.

@@ -194,6 +194,9 @@ pub struct DataConfig {
     pub chat_template: Option<PathBuf>,
     /// Shuffle samples each epoch, keyed by `training.seed`.
     pub shuffle: bool,
+    /// What chat templates see as now, in seconds since 1970 (only the day matters). Unset: when the run was first started.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub now_secs: Option<i64>,
     /// Folder of the token cache; default: `$XDG_CACHE_HOME/zlaunch/tokens` or `~/.cache/zlaunch/tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_folder: Option<PathBuf>,
@@ -201,7 +204,7 @@ pub struct DataConfig {
 
 impl Default for DataConfig {
     fn default() -> Self {
-        DataConfig { packing: true, train_on_inputs: false, chat_template: None, shuffle: true, cache_folder: None }
+        DataConfig { packing: true, train_on_inputs: false, chat_template: None, shuffle: true, now_secs: None, cache_folder: None }
     }
 }
 

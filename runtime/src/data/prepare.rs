@@ -50,7 +50,7 @@ impl PrepareSpec {
             train_on_inputs: config.data.train_on_inputs,
             seq_len: config.training.seq_len,
             cache_folder: config.data.cache_folder.clone(),
-            now_secs: None,
+            now_secs: config.data.now_secs,
         }
     }
 

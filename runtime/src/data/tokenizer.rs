@@ -114,8 +114,12 @@ impl Tokenizer {
     /// Encodes `text`; with `add_special`, the tokens that the tokenizer puts around a text are added.
     /// Text that a chat template made has them already: encode it with `false`.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Encoded, DataError> {
-        let encoding =
-            self.inner.encode(text, add_special).map_err(|e| DataError::tokenizer(&self.folder, format!("cannot encode: {e}")))?;
+        let fail = |why: String| DataError::tokenizer(&self.folder, format!("cannot encode: {why}"));
+        let encode = std::panic::AssertUnwindSafe(|| self.inner.encode(text, add_special));
+        let encoding = match std::panic::catch_unwind(encode) {
+            Ok(encoding) => encoding.map_err(|e| fail(e.to_string()))?,
+            Err(_) => return Err(fail("the tokenizer library panicked".into())),
+        };
         Ok(Encoded {
             ids: encoding.get_ids().to_vec(),
             offsets: encoding.get_offsets().to_vec(),
