@@ -6,7 +6,8 @@
 //! A fold is a binary counter: equal levels merge, and at the end what is left is folded smallest first, so missing leaves count as zero.
 //! The tree is the same for every power-of-two (ranks, G); so are the bits. (A sum of zeros may differ in the sign of zero; the optimizer adds +0 to each gradient first.)
 //!
-//! Outside deterministic mode micro-batches add up in place, and at stages 0 and 1 ranks are reduced once per step.
+//! Outside deterministic mode micro-batches add up in place, and at stages 0 and 1 ranks are reduced once per step (once per group where
+//! the accumulators live on the host).
 
 use crate::error::{Error, Result};
 use crate::model::{Grads, VisitSpec};
@@ -138,7 +139,7 @@ impl GradStore {
         let mut largest_shard = 0;
         let sharded = Placement::of(options.stage).gradients == Holds::Shard;
         let once = !options.deterministic && !sharded && !options.offload;
-        let depth = if options.deterministic { Fold::buffers(options.groups) + usize::from(options.groups > 1) } else { 1 };
+        let depth = if options.deterministic { Fold::buffers(options.groups) } else { 1 };
         let place = if options.offload { Place::Pinned } else { Place::Device };
         for visit in visits {
             let mut own = Vec::new();
@@ -267,6 +268,15 @@ impl GradStore {
     fn adder(&self, stream: &Arc<dyn Stream>) -> impl Fn(&ViewMut, &View) -> Result<()> + use<> {
         let (device, stream) = (self.device.clone(), stream.clone());
         move |a, b| Ok(device.ops().add(a, &a.view(), b, &*stream)?)
+    }
+
+    /// Forgets the leaf of a backward that was only looked at.
+    pub fn discard(&mut self) {
+        if let Some(leaf) = self.leaf.take()
+            && let Some(set) = self.sets.get_mut(self.turn)
+        {
+            set.fold.free.push(leaf);
+        }
     }
 
     /// All micro-batches of the group have passed `visit`: combines the ranks and adds to the step's sum.

@@ -8,11 +8,11 @@ use crate::export;
 use crate::job::Job;
 use crate::progress::{PROGRESS_KEY, StepReport};
 use crate::saver::{Save, SavePlace};
-use crate::trainer::{Hook, Run};
+use crate::trainer::{Hook, Run, wait_word};
 use std::io::Write;
 use std::time::Duration;
 
-/// Longest wait for another rank's disk without news.
+/// Longest wait for the file of another rank after one's own is written.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// The usual hooks: evaluation, saving, metrics, and the result at the end.
@@ -21,8 +21,8 @@ pub fn hooks(job: &Job, write: bool) -> Vec<Box<dyn Hook>> {
     if write {
         // Metrics first: a step that a checkpoint holds is never missing there.
         hooks.push(Box::new(Metrics { file: None }));
-        hooks.push(Box::new(Saving { pending: None, patience: Duration::from_secs(600) }));
         hooks.push(Box::new(Outcome { name: if job.model.lora.is_some() { "adapter" } else { "model" } }));
+        hooks.push(Box::new(Saving { pending: None, patience: PATIENCE }));
     }
     hooks
 }
@@ -103,7 +103,7 @@ impl Saving {
             seed: run.job.config.training.seed,
             base: run.job.base.clone(),
             config_hash: format!("{:08x?}", zrt_kernels::philox::key_of(0, &keys.to_string())),
-            extra: serde_json::json!({ "keys": keys }),
+            extra: serde_json::json!({ "keys": keys, "moved": run.moved }),
         };
         let save = Save::start(place, manifest, run.at.store.clone())?;
         run.engine.export_state(&mut |kind, name, start, values| {
@@ -115,7 +115,7 @@ impl Saving {
         let key = |rank: usize| format!("queued/{}/{rank}", run.step);
         run.at.store.set(&key(run.at.comm.rank()), b"")?;
         for rank in 0..run.at.comm.ranks() {
-            run.at.store.get(&key(rank), self.patience)?;
+            wait_word(&run.at, &key(rank))?;
         }
         self.pending = Some(save);
         Ok(())
@@ -237,13 +237,13 @@ impl Hook for Outcome {
                 export::adapter(&mut run.engine, plan, &run.job.base, &name, &dir, run.moved)
             }
             None => {
-                let (store, first, step) = (run.at.store.clone(), run.is_first(), run.step);
+                let (at, first, step) = (run.at.clone(), run.is_first(), run.step);
                 let gate = move |unit: usize| -> Result<()> {
                     let key = format!("export/{step}/{unit}");
                     if first {
-                        store.set(&key, b"")?;
+                        at.store.set(&key, b"")?;
                     } else {
-                        store.get(&key, PATIENCE)?;
+                        wait_word(&at, &key)?;
                     }
                     Ok(())
                 };
@@ -258,7 +258,7 @@ impl Hook for Outcome {
             outcome?;
         } else {
             outcome?;
-            let word = run.at.store.get(&key, PATIENCE)?;
+            let word = wait_word(&run.at, &key)?;
             if !word.is_empty() {
                 return Err(Error::Save(String::from_utf8_lossy(&word).into_owned()));
             }

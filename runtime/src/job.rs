@@ -72,7 +72,7 @@ impl Job {
         let batch = config.resolve(ranks).map_err(input)?;
         let model = ModelPart::open(config)?;
         let prepare = |sets: &[crate::config::DatasetConfig]| -> Result<Arc<data::TokenSet>> {
-            let set = data::prepare(&PrepareSpec::new(config, sets, &model.folder), progress).map_err(input)?;
+            let mut set = data::prepare(&PrepareSpec::new(config, sets, &model.folder), progress).map_err(input)?;
             if set.max_id() as usize >= model.arch.vocab {
                 return Err(Error::Input(format!(
                     "the data has token id {}, the model's vocabulary has {} entries: the tokenizer is not this model's",
@@ -80,6 +80,7 @@ impl Job {
                     model.arch.vocab
                 )));
             }
+            set.pad_within(model.arch.vocab);
             Ok(Arc::new(set))
         };
         if config.dataset.is_empty() {
@@ -100,6 +101,10 @@ impl Job {
             length,
         };
         let schedule = Schedule::new(prepare(&config.dataset)?, spec).map_err(input)?;
+        let (warmup, steps) = (crate::lr::warmup_steps(&config.lr_scheduler, schedule.total_steps()), schedule.total_steps());
+        if warmup >= steps {
+            tracing::warn!("lr_scheduler: warm-up takes {warmup} of {steps} steps, so optimizer.lr is never reached");
+        }
         let eval = if config.eval_dataset.is_empty() {
             None
         } else {

@@ -3,10 +3,9 @@
 use crate::checkpoint::{self, Check, Reader};
 use crate::error::{Error, Result};
 use crate::job::{Job, input};
-use crate::trainer::Surroundings;
+use crate::trainer::{Surroundings, wait_word};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The checkpoint to continue, or `None` for a new run. Collective.
 pub fn find_checkpoint(job: &Job, at: &Surroundings) -> Result<Option<Arc<Reader>>> {
@@ -26,8 +25,7 @@ pub fn find_checkpoint(job: &Job, at: &Surroundings) -> Result<Option<Arc<Reader
         return chosen.map(|c| c.map(Arc::new));
     }
     // Rank 0 reads every byte of the newest checkpoint to be sure of it.
-    let patience = Duration::from_secs(3600);
-    let word = at.store.get(key, patience)?;
+    let word = wait_word(at, key)?;
     let word = String::from_utf8_lossy(&word).into_owned();
     match word.split_once(' ') {
         None => Ok(None),
@@ -64,6 +62,14 @@ fn choose_checkpoint(job: &Job, folder: &Path) -> Result<Option<Reader>> {
     };
     if let Some(reader) = &reader {
         check_resumable(job, reader)?;
+        let step = reader.manifest().step;
+        if let Some((later, dir)) = checkpoint::steps(folder).map_err(input)?.into_iter().find(|(s, _)| *s > step) {
+            return Err(Error::Input(format!(
+                "{} is of step {step}, but {} holds step {later}, which would count as the newer one: move it away, or choose another checkpoint.folder",
+                reader.dir().display(),
+                dir.display()
+            )));
+        }
         tracing::info!("continuing after step {} from {}", reader.manifest().step, reader.dir().display());
     }
     Ok(reader)

@@ -8,6 +8,7 @@ use crate::checkpoint::{self, Kind, Manifest, ShardWriter};
 use crate::error::{Error, Result};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,6 +31,8 @@ struct Queue {
 struct Shared {
     queue: Mutex<Queue>,
     changed: Condvar,
+    /// Nobody waits for the outcome any more: the run is ending with an error.
+    abandoned: AtomicBool,
 }
 
 impl Shared {
@@ -75,7 +78,7 @@ impl Save {
     /// Starts to save `manifest.step`. Give the state with [`Save::push`], then [`Save::close`].
     pub fn start(place: SavePlace, manifest: Manifest, store: Arc<dyn Store>) -> Result<Save> {
         let step = manifest.step;
-        let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared { queue: Mutex::default(), changed: Condvar::new(), abandoned: AtomicBool::new(false) });
         let (inner, inner_store) = (shared.clone(), store.clone());
         let thread = std::thread::Builder::new()
             .name("checkpoint".into())
@@ -114,7 +117,7 @@ impl Save {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        let outcome = self.store.get(&key(place, self.step, "done"), place.patience)?;
+        let outcome = self.store.get(&key(place, self.step, "done"), 3 * place.patience)?;
         let outcome = String::from_utf8_lossy(&outcome);
         match outcome.split_once(' ') {
             None => Ok(checkpoint::step_dir(&place.folder, self.step)),
@@ -130,6 +133,7 @@ impl Save {
 
 impl Drop for Save {
     fn drop(&mut self) {
+        self.shared.abandoned.store(true, Ordering::Relaxed);
         self.close();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -155,7 +159,7 @@ fn run(place: &SavePlace, manifest: Manifest, shared: &Shared, store: &dyn Store
     if place.rank != 0 {
         return;
     }
-    let outcome = others(place, step, store).inspect_err(|_| checkpoint::abandon(&tmp)).and_then(|()| {
+    let outcome = others(place, step, store, &shared.abandoned).inspect_err(|_| checkpoint::abandon(&tmp)).and_then(|()| {
         checkpoint::commit(&tmp, manifest, &checkpoint::step_dir(&place.folder, step)).map(drop).map_err(|e| (0, e.to_string()))
     });
     if outcome.is_ok()
@@ -168,11 +172,16 @@ fn run(place: &SavePlace, manifest: Manifest, shared: &Shared, store: &dyn Store
 }
 
 /// Until all ranks have finished their files; an error is of the first rank that could not.
-fn others(place: &SavePlace, step: u64, store: &dyn Store) -> Result<(), (usize, String)> {
+fn others(place: &SavePlace, step: u64, store: &dyn Store, abandoned: &AtomicBool) -> Result<(), (usize, String)> {
     let until = Instant::now() + place.patience;
     for rank in 0..place.ranks {
-        let left = until.saturating_duration_since(Instant::now());
-        let word = store.get(&key(place, step, &rank.to_string()), left).map_err(|e| (rank, format!("it did not finish its file: {e}")))?;
+        let word = loop {
+            match store.get(&key(place, step, &rank.to_string()), Duration::from_millis(500)) {
+                Ok(word) => break word,
+                Err(_) if !abandoned.load(Ordering::Relaxed) && Instant::now() < until => {}
+                Err(e) => return Err((rank, format!("it did not finish its file: {e}"))),
+            }
+        };
         if !word.is_empty() {
             return Err((rank, String::from_utf8_lossy(&word).into_owned()));
         }

@@ -10,10 +10,11 @@
 //! | shard | copy my shard from the host (if there), all_gather into a slot | `shard` + slots |
 //!
 //! A **slot** knows the (segment, version) it holds: a frozen segment keeps its version for ever, so a hit costs nothing. Slots of
-//! equal size form a ring of `1 + prefetch_depth`; the resident set gives frozen segments slots of their own. States of a slot, and what may touch it:
+//! equal size form a ring of `1 + prefetch_depth` (times the units of that size in one visit); the resident set gives frozen segments slots of their own. States of a slot, and what may touch it:
 //! *filling* (comm stream, after `free`), *ready* (after `ready`, compute stream), *finished* (after `free`, whoever fills it next).
 
 use crate::error::{Error, Result};
+use crate::model::VisitSpec;
 use crate::plan::{Holds, ParamSpec, Placement, ShardPlan};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -131,7 +132,14 @@ pub struct ParamStore {
 
 impl ParamStore {
     /// Allocates homes and slots. Collective: all ranks call it with the same arguments.
-    pub fn new(plan: Arc<ShardPlan>, device: Arc<dyn Device>, comm: Comm, streams: Streams, options: StoreOptions) -> Result<ParamStore> {
+    pub fn new(
+        plan: Arc<ShardPlan>,
+        visits: &[VisitSpec],
+        device: Arc<dyn Device>,
+        comm: Comm,
+        streams: Streams,
+        options: StoreOptions,
+    ) -> Result<ParamStore> {
         let placement = Placement::of(options.stage);
         let alone = plan.ranks == 1 && !options.offload_param;
         let place = if options.offload_param { Place::Pinned } else { Place::Device };
@@ -160,11 +168,11 @@ impl ParamStore {
             });
         }
         let mut store = ParamStore { plan, device, comm, streams, options, segments, slots: Vec::new(), tick: 0, gathers: 0 };
-        store.make_slots()?;
+        store.make_slots(visits)?;
         Ok(store)
     }
 
-    fn make_slots(&mut self) -> Result<()> {
+    fn make_slots(&mut self, visits: &[VisitSpec]) -> Result<()> {
         let plan = self.plan.clone();
         let sharded = |store: &ParamStore, i: usize| matches!(store.segments[i].home, Home::Shard(_));
         let mut left = self.options.resident_bytes;
@@ -182,7 +190,10 @@ impl ParamStore {
             }
         }
         for ((_, dtype, padded), members) in classes {
-            let count = members.len().min(1 + self.options.prefetch_depth);
+            // A visit may open several units of a class; each depth of prefetch needs as many again.
+            let in_visit = |v: &VisitSpec| members.iter().filter(|&&i| v.units.contains(&plan.segments[i].unit)).count();
+            let together = visits.iter().map(in_visit).max().unwrap_or(1).max(1);
+            let count = members.len().min(together * (1 + self.options.prefetch_depth));
             let ring = (0..count).map(|_| self.make_slot(dtype, padded)).collect::<Result<Vec<_>>>()?;
             for i in members {
                 self.segments[i].class = ring.clone();

@@ -50,6 +50,23 @@ pub struct Summary {
     pub checkpoint: Option<PathBuf>,
 }
 
+/// Longest wait for another rank that is alive but has long work of its own (a disk, a search).
+const LONG_WORK: Duration = Duration::from_secs(3600);
+
+/// Waits for `key` in the store while all ranks are well: for work that takes a rank as long as it takes, outside collectives.
+pub fn wait_word(at: &Surroundings, key: &str) -> Result<Vec<u8>> {
+    let until = Instant::now() + LONG_WORK;
+    loop {
+        let found = at.store.get(key, Duration::from_secs(2));
+        if found.is_ok() || Instant::now() >= until {
+            return Ok(found?);
+        }
+        if let zrt_collectives::Health::Lost(lost) = at.comm.health() {
+            return Err(lost.into());
+        }
+    }
+}
+
 /// Something that happens around steps. All ranks have the same hooks, so a hook may use collectives.
 pub trait Hook {
     /// After a step; may add to its report.
@@ -120,9 +137,12 @@ pub fn train(job: &Job, at: Surroundings, hooks: &mut [Box<dyn Hook>]) -> Result
         }
         run.summary.steps.push(report);
     }
+    // All of them, whatever one of them meets: a full disk for the checkpoint may have room for the adapter.
+    let mut ended = Ok(());
     for hook in hooks.iter_mut() {
-        hook.end(&mut run)?;
+        ended = ended.and(hook.end(&mut run));
     }
+    ended?;
     run.engine.sync()?;
     run.summary.secs = begun.elapsed().as_secs_f64();
     Ok(run.summary)
@@ -152,7 +172,7 @@ fn start<'a>(job: &'a Job, at: Surroundings) -> Result<Run<'a>> {
     let (mut step, mut moved, mut skipped) = (0, false, 0);
     if let Some(reader) = reader {
         let manifest = reader.manifest();
-        (step, moved) = (manifest.step, manifest.optimizer_steps > 1);
+        (step, moved) = (manifest.step, manifest.extra["moved"] == true);
         skipped = manifest.step - manifest.optimizer_steps.min(manifest.step);
         engine.import_state(manifest.optimizer_steps, Arc::new(CheckpointState(reader.clone())))?;
     }
@@ -183,7 +203,7 @@ fn name_nonfinite(run: &mut Run, step_input: &StepInput, in_a_row: u64) -> Resul
     run.at.store.set(&key(rank), word.as_bytes())?;
     let mut words = Vec::new();
     for r in 0..run.at.comm.ranks() {
-        let word = run.at.store.get(&key(r), Duration::from_secs(run.job.config.comm.train_timeout_seconds))?;
+        let word = wait_word(&run.at, &key(r))?;
         words.push(String::from_utf8_lossy(&word).into_owned());
     }
     words.retain(|w| !w.is_empty());
@@ -205,7 +225,8 @@ fn report(run: &Run, took: Duration, out: &crate::engine::StepOutput, lr: f64, s
     let secs = took.as_secs_f64().max(1e-9);
     let step = run.step - 1;
     let (m, ranks) = (run.job.batch.micro_batches, run.at.comm.ranks());
-    let tokens: u64 = (0..m).map(|i| run.job.schedule.batch(step, i).tokens).sum();
+    // Only the first rank reports; the count takes a look at every row.
+    let tokens: u64 = if run.is_first() { (0..m).map(|i| run.job.schedule.batch(step, i).tokens).sum() } else { 0 };
     let info = run.at.device.info();
     let peak = match run.engine.options().shape.compute {
         zrt_kernels::DType::BF16 => info.peak_flops_bf16,

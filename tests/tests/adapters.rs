@@ -171,7 +171,7 @@ fn an_exported_model_loads_back() {
                 let (mut engine, model) = engine_with_logits(&subject, options(stage, DType::F32), comm);
                 train(&mut engine, 2, 1e-2, &batches);
                 let part = ModelPart { folder: subject.folder.clone(), arch: arch.clone(), model: model.clone(), lora: None };
-                export::model(&mut engine, &part, &dir).unwrap();
+                export::model(&mut engine, &part, &dir, &|_| Ok(())).unwrap();
                 evaluate(&mut engine, &model, &rows(&input, &input, SEQ)).1
             });
             let loaded = logits_of(&Subject::full(dir.clone()), &input);

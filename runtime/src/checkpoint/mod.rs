@@ -16,7 +16,7 @@ pub mod reader;
 pub mod writer;
 
 pub use base::BaseId;
-pub use folder::{Check, Latest, keep_latest, latest, step_dir, sweep, tmp_dir};
+pub use folder::{Check, Latest, keep_latest, latest, step_dir, steps, sweep, tmp_dir};
 pub use reader::Reader;
 pub use writer::{ShardInfo, ShardWriter, abandon, commit};
 

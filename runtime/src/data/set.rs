@@ -198,6 +198,14 @@ impl TokenSet {
         format!("{}:{}", path.display(), source.line)
     }
 
+    /// Pads with 0 where the tokenizer's padding token is none of the model's `vocab` ids (one that was added to the tokenizer alone).
+    /// Padding is never trained and no document sees it, so any id will do.
+    pub fn pad_within(&mut self, vocab: usize) {
+        if self.pad_id as usize >= vocab {
+            self.pad_id = 0;
+        }
+    }
+
     /// Id that fills the unused tail of a row.
     pub fn pad_id(&self) -> u32 {
         self.pad_id

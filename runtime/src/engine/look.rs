@@ -109,7 +109,7 @@ impl Engine {
                 }
                 Ok(())
             };
-            for visit in 0..last {
+            for visit in 0..=last {
                 let (w, open) = self.open(visit)?;
                 if let Some(batch) = &batches {
                     for (unit, views) in self.visits[visit].units.iter().zip(&w.views) {
@@ -117,31 +117,46 @@ impl Engine {
                             note(self, format!("weight {}", spec.name), view)?;
                         }
                     }
-                    self.run_forward(visit, &w, 0, batch, Pass::Train)?;
-                    note(self, format!("output of {}", self.visits[visit].name), &self.memory[visit].outputs[0].view())?;
+                    if visit < last {
+                        self.run_forward(visit, &w, 0, batch, Pass::Train)?;
+                        note(self, format!("output of {}", self.visits[visit].name), &self.memory[visit].outputs[0].view())?;
+                    }
                 }
                 self.finish(open)?;
             }
             for visit in (self.first_trained.min(last)..=last).rev() {
                 let (w, open) = self.open(visit)?;
+                self.grads.begin(visit)?;
                 if let Some(batch) = &batches {
                     if visit == last || self.memory[visit].recompute {
                         self.run_forward(visit, &w, 0, batch, Pass::Train)?;
                     }
-                    let none = Grads { views: vec![Vec::new(); self.visits[visit].units.len()], write: zrt_kernels::Write::Set };
-                    self.run_backward(visit, &w, &none, 0, batch)?;
-                    let side = self.d_side[visit] ^ usize::from(!self.visits[visit].in_place);
+                    let units = self.visits[visit].units.clone();
+                    let grads = if self.grads.trains(visit) { self.grads.leaf(visit, &units)? } else { Grads::none(units.len()) };
+                    self.run_backward(visit, &w, &grads, 0, batch)?;
                     if visit == last {
                         note(self, "loss".into(), &self.loss.view())?;
                     }
+                    for (unit, views) in units.iter().zip(&grads.views) {
+                        for (spec, view) in self.plan.units[*unit].params.iter().zip(views) {
+                            if let Some(view) = view {
+                                note(self, format!("gradient of {}", spec.name), &view.view())?;
+                            }
+                        }
+                    }
                     if visit > self.first_trained {
+                        let side = self.d_side[visit] ^ usize::from(!self.visits[visit].in_place);
                         let view = self.d[0][side].slice(0, self.visits[visit].input)?.view();
                         note(self, format!("gradient of the input of {}", self.visits[visit].name), &view)?;
                     }
+                    self.grads.discard();
                 }
                 self.finish(open)?;
             }
         }
+        self.grads.release()?;
+        // The next word between ranks is one of the store: be done here before it is waited for.
+        self.sync()?;
         Ok(found)
     }
 

@@ -60,18 +60,26 @@ fn region_bytes(specs: &[TensorSpec]) -> usize {
 }
 
 /// Boundaries and activations per micro-batch; one shared region for what lives within one visit (scratch, recomputed activations, the last visit's).
-pub(super) fn plan_memory(visits: &[VisitSpec], options: &EngineOptions, group: usize, device: &dyn Device) -> Result<Vec<VisitMemory>> {
+pub(super) fn plan_memory(
+    visits: &[VisitSpec],
+    options: &EngineOptions,
+    group: usize,
+    first_trained: usize,
+    device: &dyn Device,
+) -> Result<Vec<VisitMemory>> {
     let last = visits.len() - 1;
     let mut left = options.recompute;
     let recompute: Vec<bool> = visits
         .iter()
-        .map(|v| {
-            let yes = v.recompute && left > 0;
-            left = left.saturating_sub(usize::from(v.recompute));
+        .enumerate()
+        .map(|(v, visit)| {
+            let yes = visit.recompute && v >= first_trained && left > 0;
+            left -= usize::from(yes);
             yes
         })
         .collect();
-    let shared_acts = |v: usize| recompute[v] || v == last;
+    // No backward reads what lies before the first trained visit.
+    let shared_acts = |v: usize| recompute[v] || v == last || v < first_trained;
     let largest = |of: &dyn Fn(usize) -> usize| (0..visits.len()).map(of).max().unwrap_or(0).max(64);
     let work_bytes = largest(&|v| if shared_acts(v) { region_bytes(&visits[v].acts) } else { 0 });
     let scratch_bytes = largest(&|v| region_bytes(&visits[v].scratch));

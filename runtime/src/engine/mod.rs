@@ -151,6 +151,14 @@ pub struct Engine {
 impl Engine {
     /// Plans, allocates everything a run needs, and makes sure that all ranks planned the same. Collective.
     pub fn new(device: Arc<dyn Device>, comm: Comm, model: Arc<dyn Model>, options: EngineOptions) -> Result<Engine> {
+        if options.micro_batches < comm.ranks() || !options.group.is_power_of_two() {
+            return Err(Error::Model(format!(
+                "{} micro-batches over {} ranks in groups of {}: expected at least one for each rank, and a power of two",
+                options.micro_batches,
+                comm.ranks(),
+                options.group
+            )));
+        }
         let visits = model.visits(options.shape, device.ops());
         let plan = Arc::new(ShardPlan::new(model.units(), options.shape.compute, comm.ranks())?);
         check_visits(&visits, &plan)?;
@@ -164,7 +172,7 @@ impl Engine {
             resident_bytes: options.resident_bytes,
             poison: options.poison,
         };
-        let store = ParamStore::new(plan.clone(), device.clone(), comm.clone(), streams.clone(), store_options)?;
+        let store = ParamStore::new(plan.clone(), &visits, device.clone(), comm.clone(), streams.clone(), store_options)?;
         let grad_options = GradOptions {
             stage: options.stage,
             offload: options.offload_optimizer,
@@ -182,7 +190,7 @@ impl Engine {
         };
         let group = options.group.min(options.micro_batches).max(1);
         let first_trained = (0..visits.len()).find(|&v| grads.trains(v)).unwrap_or(visits.len());
-        let memory = plan_memory(&visits, &options, group, &*device)?;
+        let memory = plan_memory(&visits, &options, group, first_trained, &*device)?;
         let mut side = 0;
         let mut d_side = vec![0; visits.len()];
         for v in (0..visits.len()).rev() {
@@ -303,20 +311,20 @@ impl Engine {
         Ok(readback)
     }
 
-    /// This rank's micro-batches of a group, those that exist and have something to train.
+    /// This rank's micro-batches of a group, up to the last that has something to train.
     fn upload_group(&self, group: usize, input: &StepInput) -> Result<Vec<Batch>> {
         let (m, g) = (self.options.micro_batches, self.options.group);
-        let mut batches = Vec::with_capacity(g);
-        for j in 0..g {
-            let index = (group * self.comm.ranks() + self.comm.rank()) * g + j;
-            if index < m
-                && let Some(host) = (input.batch)(index)?
-                && host.trained > 0
-            {
-                batches.push(self.upload(batches.len(), host, index, input)?);
-            }
+        let first = (group * self.comm.ranks() + self.comm.rank()) * g;
+        let mut hosts = (first..(first + g).min(m)).map(|i| (input.batch)(i)).collect::<Result<Vec<_>>>()?;
+        // Only the end of a group may be missing: what is left out in the middle would change the tree of gradients.
+        while hosts.last().is_some_and(|h| h.as_ref().is_none_or(|h| h.trained == 0)) {
+            hosts.pop();
         }
-        Ok(batches)
+        let upload = |(j, host): (usize, Option<HostBatch>)| {
+            let host = host.ok_or_else(|| Error::Model(format!("micro-batch {} is absent, but a later one is not", first + j)))?;
+            self.upload(j, host, first + j, input)
+        };
+        hosts.into_iter().enumerate().map(upload).collect()
     }
 
     fn upload(&self, j: usize, host: HostBatch, index: usize, input: &StepInput) -> Result<Batch> {
@@ -415,11 +423,7 @@ impl Engine {
                     self.run_forward(visit, &w, j, batch, Pass::Train)?;
                 }
                 let units = &self.visits[visit].units;
-                let grads = if self.grads.trains(visit) {
-                    self.grads.leaf(visit, units)?
-                } else {
-                    Grads { views: vec![Vec::new(); units.len()], write: zrt_kernels::Write::Set }
-                };
+                let grads = if self.grads.trains(visit) { self.grads.leaf(visit, units)? } else { Grads::none(units.len()) };
                 self.run_backward(visit, &w, &grads, j, batch)?;
                 self.grads.fold(visit)?;
                 if visit == last {

@@ -137,6 +137,11 @@ pub struct Grads {
 }
 
 impl Grads {
+    /// Of a visit that trains nothing.
+    pub(crate) fn none(units: usize) -> Grads {
+        Grads { views: vec![Vec::new(); units], write: zrt_kernels::Write::Set }
+    }
+
     /// The gradient of parameter `param` of the visit's `unit`-th unit; `None` when it is frozen.
     pub fn get(&self, unit: usize, param: usize) -> Option<(&ViewMut, zrt_kernels::Write)> {
         self.views.get(unit)?.get(param)?.as_ref().map(|v| (v, self.write))
