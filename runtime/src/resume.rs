@@ -63,7 +63,8 @@ fn choose_checkpoint(job: &Job, folder: &Path) -> Result<Option<Reader>> {
     if let Some(reader) = &reader {
         check_resumable(job, reader)?;
         let step = reader.manifest().step;
-        if let Some((later, dir)) = checkpoint::steps(folder).map_err(input)?.into_iter().find(|(s, _)| *s > step) {
+        let named = !matches!(job.config.checkpoint.resume.as_str(), "auto" | "none");
+        if named && let Some((later, dir)) = checkpoint::steps(folder).map_err(input)?.into_iter().find(|(s, _)| *s > step) {
             return Err(Error::Input(format!(
                 "{} is of step {step}, but {} holds step {later}, which would count as the newer one: move it away, or choose another checkpoint.folder",
                 reader.dir().display(),
