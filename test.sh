@@ -14,5 +14,9 @@ if [ ! -f "$model/model.safetensors" ]; then
     fi
     [ -f "$model/model.safetensors" ] || echo "not run: tests on SmolLM2-135M (the model could not be made)" >&2
 fi
-cargo nextest --version > /dev/null 2>&1 && exec cargo nextest run --workspace --no-fail-fast "$@"
-cargo test --workspace --no-fail-fast "$@"
+if cargo nextest --version > /dev/null 2>&1; then
+    # nextest runs no examples of the documentation.
+    cargo test --workspace --doc --quiet
+    exec cargo nextest run --workspace --no-fail-fast "$@"
+fi
+exec cargo test --workspace --no-fail-fast "$@"

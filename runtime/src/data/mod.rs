@@ -1,6 +1,8 @@
 //! Data: from files to the tokens of each micro-batch.
 //!
-//!     [[dataset]] --prepare (once, cached)--> TokenSet --Schedule--> HostBatch of (step, micro-batch)
+//! ```text
+//! [[dataset]] --prepare (once, cached)--> TokenSet --Schedule--> HostBatch of (step, micro-batch)
+//! ```
 //!
 //! * [`tokenizer`] the model's tokenizer, special tokens and chat template.
 //! * [`template`] conversations to text, byte for byte as transformers renders them.
