@@ -87,11 +87,6 @@ impl Save {
         Ok(Save { step, shared, thread: Some(thread), store })
     }
 
-    /// The step being saved.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-
     /// Queues one piece; waits while the queue is full.
     pub fn push(&self, kind: Kind, name: &str, start: usize, values: &[f32]) {
         let bytes = values.len() * 4;
@@ -123,11 +118,6 @@ impl Save {
             None => Ok(checkpoint::step_dir(&place.folder, self.step)),
             Some((rank, why)) => Err(Error::Checkpoint { rank: rank.parse().unwrap_or_default(), why: why.into() }),
         }
-    }
-
-    /// True when the thread has ended, so that [`Save::wait`] will not wait long.
-    pub fn is_finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(|t| t.is_finished())
     }
 }
 

@@ -7,6 +7,7 @@ use crate::hf::arch::ArchConfig;
 use crate::hf::rope::rope_table;
 use crate::model::block::{Adapter, Block, Linear, ParamList};
 use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, TensorSpec, VisitSpec};
+use crate::peft::plan::adapter_tensor;
 use crate::plan::{Init, ParamKind, UnitSpec};
 use std::collections::HashMap;
 use zrt_kernels::{Attention, DType, OpShape, Ops, View, ViewMut, Write};
@@ -20,11 +21,6 @@ pub struct AdapterSpec {
     pub rank: usize,
     /// `alpha / r` or `alpha / sqrt(r)`.
     pub scale: f32,
-}
-
-/// PEFT's name of an adapter tensor: `which` is `A` or `B`.
-pub fn adapter_tensor(module: &str, which: char) -> String {
-    format!("base_model.model.{module}.lora_{which}.weight")
 }
 
 /// A decoder over a checked configuration.

@@ -1,17 +1,15 @@
-//! Adapters as PEFT has them, in and out: the configuration ([`config`]), which layers get one ([`plan`]), the files
-//! ([`mod@file`]) and a fresh start ([`mod@init`]).
+//! Adapters as PEFT has them, in and out: the configuration ([`config`]), which layers get one ([`plan`]),
+//! and the files ([`mod@file`]). A fresh start is [`crate::source`]'s.
 //!
 //! What PEFT can express and we cannot honour is refused with the reason, since an adapter that loads and then means something
 //! else is the worst outcome.
 
 pub mod config;
 pub mod file;
-pub mod init;
 pub mod plan;
 
 pub use config::{AdapterConfig, Targets};
 pub use file::{Adapter, AdapterTensor, load_adapter, save_adapter};
-pub use init::init_a;
 pub use plan::{LoraPlan, LoraTarget};
 
 use crate::{durable, hf};

@@ -27,15 +27,20 @@ pub struct LoraTarget {
     pub scale: f32,
 }
 
+/// PEFT's name of an adapter tensor of the layer at `path`: `which` is `A` or `B`.
+pub fn adapter_tensor(path: &str, which: char) -> String {
+    format!("base_model.model.{path}.lora_{which}.weight")
+}
+
 impl LoraTarget {
     /// PEFT's name of A.
     pub fn a_name(&self) -> String {
-        format!("base_model.model.{}.lora_A.weight", self.path)
+        adapter_tensor(&self.path, 'A')
     }
 
     /// PEFT's name of B.
     pub fn b_name(&self) -> String {
-        format!("base_model.model.{}.lora_B.weight", self.path)
+        adapter_tensor(&self.path, 'B')
     }
 
     /// Name of the base layer's weight.
