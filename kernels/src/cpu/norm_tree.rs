@@ -7,6 +7,7 @@
 
 use super::operand::Raw;
 use super::pool::Pool;
+use super::simd::simd_fn;
 use crate::ops::{SUM_SQUARES_CHUNK as CHUNK, SUM_SQUARES_NODES as NODES};
 use crate::{Error, Result};
 
@@ -21,26 +22,47 @@ pub fn chunks(elems: usize) -> usize {
     elems.div_ceil(CHUNK)
 }
 
-/// Sum of squares of at most [`CHUNK`] values as a balanced tree over 1024 slots, the missing ones zero.
-fn chunk_sum(x: &[f32]) -> f32 {
-    const HALF: usize = CHUNK / 2;
-    let mut s = [0f32; HALF];
-    let (low, high) = x.split_at(x.len().min(HALF));
-    for (s, x) in s.iter_mut().zip(low) {
-        *s = x * x;
-    }
-    for (s, x) in s.iter_mut().zip(high) {
-        *s += x * x;
-    }
-    let mut half = HALF / 2;
-    while half > 0 {
-        let (a, b) = s.split_at_mut(half);
-        for (a, b) in a.iter_mut().zip(b) {
-            *a += *b;
+simd_fn! {
+    /// For each chunk of `x`, its sum of squares as a balanced tree over 1024 slots, the missing ones zero.
+    fn chunk_sums[S](s: S, sums: &mut [f32], x: &[f32]) {
+        const QUARTER: usize = CHUNK / 4;
+        for (sum, x) in sums.iter_mut().zip(x.chunks(CHUNK)) {
+            let mut tree = [0f32; 2 * QUARTER];
+            if x.len() == CHUNK {
+                // The two widest levels at once: as many lanes at four places are one vector of the third.
+                let mut i = 0;
+                while i < QUARTER {
+                    let (a, c) = (s.load_slice(&x[i..]), s.load_slice(&x[2 * QUARTER + i..]));
+                    let (b, d) = (s.load_slice(&x[QUARTER + i..]), s.load_slice(&x[3 * QUARTER + i..]));
+                    let low = s.add(s.mul(a, a), s.mul(c, c));
+                    let high = s.add(s.mul(b, b), s.mul(d, d));
+                    s.store_slice(&mut tree[i..], s.add(low, high));
+                    i += S::LANES;
+                }
+            } else {
+                let (low, high) = x.split_at(x.len().min(2 * QUARTER));
+                for (t, x) in tree.iter_mut().zip(low) {
+                    *t = x * x;
+                }
+                for (t, x) in tree.iter_mut().zip(high) {
+                    *t += x * x;
+                }
+                let (a, b) = tree.split_at_mut(QUARTER);
+                for (a, b) in a.iter_mut().zip(b) {
+                    *a += *b;
+                }
+            }
+            let mut half = QUARTER / 2;
+            while half > 0 {
+                let (a, b) = tree.split_at_mut(half);
+                for (a, b) in a.iter_mut().zip(b) {
+                    *a += *b;
+                }
+                half /= 2;
+            }
+            *sum = tree[0];
         }
-        half /= 2;
     }
-    s[0]
 }
 
 /// [`crate::Ops::sum_squares`]: `nodes [96]`, `x` from chunk `first` of its segment on, `work [chunks(x.len())]`.
@@ -54,9 +76,7 @@ pub fn sum_squares(pool: &Pool, nodes: &mut [f32], x: &[f32], first: usize, work
         let start = item * GRAIN;
         // SAFETY: items cover disjoint ranges of chunks.
         let out = unsafe { shared.slice(start, GRAIN.min(n - start)) };
-        for (sum, x) in out.iter_mut().zip(x[start * CHUNK..].chunks(CHUNK)) {
-            *sum = chunk_sum(x);
-        }
+        chunk_sums(pool.isa(), out, &x[start * CHUNK..x.len().min((start + GRAIN) * CHUNK)]);
     });
 
     nodes.fill(0.0);
@@ -204,6 +224,33 @@ mod tests {
             }
             let split = clip_scale(&nodes, &ranges, ranks, 2, Some(0.5));
             prop_assert_eq!((norm.to_bits(), scale.to_bits()), (split.0.to_bits(), split.1.to_bits()));
+        }
+    }
+
+    /// The tree of the contract, written as its recursion.
+    fn sum_of(x: &[f32]) -> f32 {
+        if let [one] = x {
+            return one * one;
+        }
+        let n = x.len();
+        // Halves are added slot by slot, so the leaves of one subtree are every second element.
+        let part = |odd: usize| -> Vec<f32> { (odd..n).step_by(2).map(|i| x[i]).collect() };
+        sum_of(&part(0)) + sum_of(&part(1))
+    }
+
+    #[test]
+    fn every_instruction_set_follows_the_tree() {
+        let x = values(70 * CHUNK + 300, 5);
+        let mut last = x[70 * CHUNK..].to_vec();
+        last.resize(CHUNK, 0.0);
+        let mut want: Vec<f32> = x[..70 * CHUNK].chunks(CHUNK).map(sum_of).collect();
+        want.push(sum_of(&last));
+        for got in super::super::reference::on_every_pool(|pool| {
+            let mut sums = vec![f32::NAN; 71];
+            chunk_sums(pool.isa(), &mut sums, &x);
+            vec![sums]
+        }) {
+            assert_eq!(got[0], want);
         }
     }
 

@@ -197,6 +197,29 @@ impl Operand {
             }
         }
     }
+
+    /// As [`Operand::store`], bf16 around the caches: for what is not read again soon. [`Simd::stream_end`] must follow.
+    ///
+    /// # Safety
+    /// As [`Raw::slice`].
+    #[inline(always)]
+    pub unsafe fn stream<S: Simd>(self, s: S, start: usize, x: &[f32]) {
+        if let Operand::Bf16(y) = self {
+            // SAFETY: by contract.
+            let y = unsafe { y.slice(start, x.len()) };
+            if (y.as_ptr() as usize).is_multiple_of(2 * S::LANES) && x.len().is_multiple_of(S::LANES) {
+                let mut i = 0;
+                while i < x.len() {
+                    // SAFETY: whole vectors in both, aligned.
+                    unsafe { s.stream_bf16(y.as_mut_ptr().add(i).cast(), s.load(x.as_ptr().add(i))) };
+                    i += S::LANES;
+                }
+                return;
+            }
+        }
+        // SAFETY: by contract.
+        unsafe { self.store(s, start, x) };
+    }
 }
 
 #[cfg(test)]

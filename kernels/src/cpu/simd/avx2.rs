@@ -18,6 +18,22 @@ impl Avx2 {
     }
 }
 
+/// Bits of the lanes as bf16, rounded to nearest even; NaN stays NaN.
+#[inline(always)]
+fn rounded(_proof: Avx2, v: __m256) -> __m128i {
+    // SAFETY: the proof.
+    unsafe {
+        let bits = _mm256_castps_si256(v);
+        let upper = _mm256_srli_epi32::<16>(bits);
+        let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+        let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))));
+        let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+        let out = _mm256_blendv_epi8(rounded, quiet, nan);
+        _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(out, out)))
+    }
+}
+
 impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
@@ -47,17 +63,22 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut u16, v: __m256) {
         // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
-        unsafe {
-            let bits = _mm256_castps_si256(v);
-            let upper = _mm256_srli_epi32::<16>(bits);
-            let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))));
-            let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
-            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-            let out = _mm256_blendv_epi8(rounded, quiet, nan);
-            let pairs = _mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(out, out));
-            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(pairs));
-        }
+        unsafe { _mm_storeu_si128(p.cast(), rounded(self, v)) }
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: __m256) {
+        // SAFETY: `self` proves AVX2 and FMA; `p` and its alignment by contract.
+        unsafe { _mm256_stream_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut u16, v: __m256) {
+        // SAFETY: `self` proves AVX2 and FMA; `p` and its alignment by contract.
+        unsafe { _mm_stream_si128(p.cast(), rounded(self, v)) }
+    }
+    #[inline(always)]
+    fn stream_end(self) {
+        // SAFETY: every x86-64 has it; `self` proves AVX2 and FMA.
+        unsafe { _mm_sfence() };
     }
     #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {

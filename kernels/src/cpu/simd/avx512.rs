@@ -34,6 +34,24 @@ impl Avx512Bf16 {
     }
 }
 
+/// Bits of the lanes as bf16, rounded to nearest even; NaN stays NaN.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, DQ and VL.
+#[inline(always)]
+unsafe fn rounded(v: __m512) -> __m256i {
+    // SAFETY: by contract.
+    unsafe {
+        let bits = _mm512_castps_si512(v);
+        let upper = _mm512_srli_epi32::<16>(bits);
+        let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
+        let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+        _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet))
+    }
+}
+
 macro_rules! sixteen_lanes {
     ($token:ident, { $($more:tt)* }) => {
     impl Simd for $token {
@@ -65,16 +83,22 @@ macro_rules! sixteen_lanes {
         #[inline(always)]
         unsafe fn store_bf16(self, p: *mut u16, v: __m512) {
             // SAFETY: `self` proves AVX-512; `p` by contract.
-            unsafe {
-                let bits = _mm512_castps_si512(v);
-                let upper = _mm512_srli_epi32::<16>(bits);
-                let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-                let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))));
-                let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
-                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-                let out = _mm512_mask_blend_epi32(nan, rounded, quiet);
-                _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out));
-            }
+            unsafe { _mm256_storeu_si256(p.cast(), rounded(v)) }
+        }
+        #[inline(always)]
+        unsafe fn stream(self, p: *mut f32, v: __m512) {
+            // SAFETY: `self` proves AVX-512; `p` and its alignment by contract.
+            unsafe { _mm512_stream_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn stream_bf16(self, p: *mut u16, v: __m512) {
+            // SAFETY: `self` proves AVX-512; `p` and its alignment by contract.
+            unsafe { _mm256_stream_si256(p.cast(), rounded(v)) }
+        }
+        #[inline(always)]
+        fn stream_end(self) {
+            // SAFETY: every x86-64 has it; `self` proves AVX-512.
+            unsafe { _mm_sfence() };
         }
         #[inline(always)]
         fn add(self, a: __m512, b: __m512) -> __m512 {

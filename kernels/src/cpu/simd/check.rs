@@ -20,16 +20,23 @@ pub fn self_check(isa: Isa) -> Result<(), String> {
 const LEN: usize = 64;
 const RESULTS: usize = 14;
 
+/// Aligned for streaming stores.
+#[repr(align(64))]
+struct Narrow([[bf16; LEN]; 2]);
+
 simd_fn! {
     /// Every operation of the trait over `LEN` elements, one row of `out` each.
-    fn every_op[S](s: S, a: &[f32; LEN], b: &[f32; LEN], h: &[bf16; LEN], out: &mut [[f32; LEN]; RESULTS], narrow: &mut [bf16; LEN]) {
+    fn every_op[S](s: S, a: &[f32; LEN], b: &[f32; LEN], h: &[bf16; LEN], out: &mut [[f32; LEN]; RESULTS], narrow: &mut Narrow) {
         let mut i = 0;
         while i < LEN {
             let (x, y) = (s.load_slice(&a[i..]), s.load_slice(&b[i..]));
             // SAFETY: LEN is a multiple of the lanes, so whole vectors lie inside the arrays.
             let w = unsafe { <bf16 as Elem>::load(s, h.as_ptr().add(i)) };
-            // SAFETY: as above.
-            unsafe { <bf16 as Elem>::store(s, narrow.as_mut_ptr().add(i), x) };
+            // SAFETY: as above; the arrays are aligned to 64 bytes and whole vectors follow each other.
+            unsafe {
+                <bf16 as Elem>::store(s, narrow.0[0].as_mut_ptr().add(i), x);
+                s.stream_bf16(narrow.0[1].as_mut_ptr().add(i).cast(), x);
+            }
             let small = s.mul(y, s.splat(0.25));
             s.store_slice(&mut out[0][i..], s.add(x, y));
             s.store_slice(&mut out[1][i..], s.sub(x, y));
@@ -48,6 +55,7 @@ simd_fn! {
             s.store_slice(&mut out[13][i..], unsafe { <f32 as Elem>::load_part(s, a.as_ptr().add(i), 3) });
             i += S::LANES;
         }
+        s.stream_end();
     }
 }
 
@@ -58,7 +66,7 @@ fn vector_check(isa: Isa) -> Result<(), String> {
         b[i] = ((i * 23 % 64) as f32 - 30.25) * 0.61;
         h[i] = bf16::from_f32(((i * 11 % 64) as f32 - 20.0) * 1.7);
     }
-    let (mut out, mut narrow) = ([[0.0f32; LEN]; RESULTS], [bf16::ZERO; LEN]);
+    let (mut out, mut narrow) = ([[0.0f32; LEN]; RESULTS], Narrow([[bf16::ZERO; LEN]; 2]));
     every_op(isa, &a, &b, &h, &mut out, &mut narrow);
     let lanes = lanes_of(isa);
     for i in 0..LEN {
@@ -92,8 +100,10 @@ fn vector_check(isa: Isa) -> Result<(), String> {
                 return Err(format!("vector operation {op}, element {i}: {got} instead of {want}"));
             }
         }
-        if narrow[i] != bf16::from_f32(a[i]) {
-            return Err(format!("rounding to bf16, element {i}: {} instead of {}", narrow[i], bf16::from_f32(a[i])));
+        for (how, narrow) in ["stored", "streamed"].iter().zip(&narrow.0) {
+            if narrow[i] != bf16::from_f32(a[i]) {
+                return Err(format!("rounding to bf16, {how}, element {i}: {} instead of {}", narrow[i], bf16::from_f32(a[i])));
+            }
         }
     }
     Ok(())

@@ -137,6 +137,28 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` is valid for writing `LANES` elements.
     unsafe fn store_bf16(self, p: *mut u16, v: Self::V);
+    /// As [`Simd::store`], around the caches where the processor can: for what is not read again soon. Whole cache lines should
+    /// be written in a row; [`Simd::stream_end`] must follow before another thread is told of them.
+    ///
+    /// # Safety
+    /// As [`Simd::store`], and `p` is a multiple of `4 * LANES` bytes.
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: Self::V) {
+        // SAFETY: passed on.
+        unsafe { self.store(p, v) }
+    }
+    /// As [`Simd::stream`], rounded to bf16.
+    ///
+    /// # Safety
+    /// As [`Simd::store_bf16`], and `p` is a multiple of `2 * LANES` bytes.
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut u16, v: Self::V) {
+        // SAFETY: passed on.
+        unsafe { self.store_bf16(p, v) }
+    }
+    /// Orders what [`Simd::stream`] and [`Simd::stream_bf16`] wrote before all later stores.
+    #[inline(always)]
+    fn stream_end(self) {}
     /// `a + b`.
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a - b`.
