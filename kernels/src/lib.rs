@@ -4,6 +4,7 @@
 //! * [`device`] the contract of a device: allocate, streams, events. Implemented by [`cpu`] and [`sim`].
 //! * [`ops`] the contract of the maths: every operation of a decoder, forward beside backward.
 //! * [`checks`] whether a call of an operation is well-formed; used by every device.
+//! * [`gpu`] the operations on GPUs: which kernels are launched, whoever launches them.
 //! * [`host`] own operations of embedders, as host code over slices.
 //! * [`philox`] the counter-based random numbers that dropout and initialization use.
 //!
@@ -15,6 +16,7 @@ pub mod cpu;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod gpu;
 pub mod host;
 pub mod memory;
 pub mod ops;

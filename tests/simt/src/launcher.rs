@@ -1,0 +1,207 @@
+//! How does a launch run on the host? As a task of a stream: the addresses that the operation declared become the ranges that the
+//! emulator allows, the kernel's entry point is called for the whole grid, and what it counted is kept by operation.
+#![allow(unsafe_code)]
+
+use crate::build::Kernels;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Arc, Mutex};
+use zrt_kernels::gpu::launch::{Address, Arch, Launch, Launcher, Work};
+use zrt_kernels::gpu::table;
+use zrt_kernels::{Error, HostTask, Result, Stream, View};
+
+/// In which order threads, warps and blocks run, between the points where they must wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// From the first to the last.
+    #[default]
+    Forward,
+    /// From the last to the first.
+    Reverse,
+    /// At random, a function of the seed.
+    Random(u64),
+}
+
+/// What launches did. Sectors are 32 bytes of device memory, counted once per access of a warp.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Counters {
+    /// Bytes that threads read from device memory.
+    pub read_bytes: u64,
+    /// Bytes that threads wrote to it.
+    pub write_bytes: u64,
+    /// Sectors read.
+    pub read_sectors: u64,
+    /// Sectors written.
+    pub write_sectors: u64,
+    /// Accesses of warps to shared memory.
+    pub shared_accesses: u64,
+    /// Cycles of the banks that they took.
+    pub shared_cycles: u64,
+    /// Most cycles of one phase of an access; 1 is free of conflicts.
+    pub worst_ways: u64,
+    /// Matrix instructions of warps.
+    pub matrix: u64,
+    /// Shuffles of warps.
+    pub shuffles: u64,
+    /// Barriers of blocks.
+    pub barriers: u64,
+    /// Blocks.
+    pub blocks: u64,
+}
+
+impl Counters {
+    fn add(&mut self, c: &Counters) {
+        let worst = self.worst_ways.max(c.worst_ways);
+        let (to, from): (&mut [u64], &[u64]) =
+            (bytemuck::cast_slice_mut(std::slice::from_mut(self)), bytemuck::cast_slice(std::slice::from_ref(c)));
+        to.iter_mut().zip(from).for_each(|(t, f)| *t += f);
+        self.worst_ways = worst;
+    }
+}
+
+#[repr(C)]
+struct Range {
+    begin: u64,
+    end: u64,
+    writable: u32,
+    unused: u32,
+}
+
+/// `emu::Run` of emu_core.h.
+#[repr(C)]
+struct Run {
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+    order: u32,
+    workers: u32,
+    count: u32,
+    seed: u64,
+    ranges: *const Range,
+    n_ranges: u32,
+    error_bytes: u32,
+    counters: *mut Counters,
+    error: *mut c_char,
+}
+
+type Entry = unsafe extern "C" fn(*const c_void, *const Run) -> c_int;
+type Bytes = unsafe extern "C" fn() -> u32;
+
+/// What is shared by an emulated device and its operations.
+pub struct Emulator {
+    pub(crate) kernels: Arc<Kernels>,
+    pub(crate) order: Order,
+    pub(crate) workers: u32,
+    pub(crate) count: bool,
+    /// By kernel.
+    pub(crate) counters: Mutex<BTreeMap<&'static str, Counters>>,
+}
+
+/// Launches on the emulator.
+pub struct SimtLauncher {
+    arch: Arch,
+    emulator: Arc<Emulator>,
+}
+
+impl SimtLauncher {
+    pub(crate) fn new(arch: Arch, emulator: Arc<Emulator>) -> SimtLauncher {
+        SimtLauncher { arch, emulator }
+    }
+}
+
+impl Emulator {
+    /// Runs one launch. `cell` is the fault cell.
+    fn launch(&self, launch: &Launch, ranges: &[Range], cell: &u64) -> std::result::Result<(), String> {
+        let kernel = table::kernel(launch.kernel).ok_or_else(|| format!("{} is in no table", launch.kernel))?;
+        let library = self.kernels.library(kernel.source)?;
+        let symbol = |prefix: &str| format!("{prefix}_{}", kernel.name);
+        let missing = |e: libloading::Error| format!("{} in {}: {e}", kernel.name, kernel.source);
+        // SAFETY: the emulator's macro gives both symbols these types.
+        let (entry, bytes) = unsafe {
+            let entry = library.get::<Entry>(symbol("emu_launch").as_bytes()).map_err(missing)?;
+            (entry, library.get::<Bytes>(symbol("emu_bytes").as_bytes()).map_err(missing)?)
+        };
+        // SAFETY: a function without arguments.
+        let expected = unsafe { bytes() } as usize;
+        if launch.params.len() != expected || kernel.params_bytes != expected {
+            let (passed, table) = (launch.params.len(), kernel.params_bytes);
+            return Err(format!("{} takes {expected} bytes of parameters, got {passed}, the table says {table}", kernel.name));
+        }
+        // Aligned as the kernel's struct.
+        let mut params = vec![0u64; launch.params.len().div_ceil(8)];
+        bytemuck::cast_slice_mut(&mut params)[..launch.params.len()].copy_from_slice(&launch.params);
+        if let Some(at) = launch.fault_at {
+            let address = std::ptr::from_ref(cell) as u64;
+            bytemuck::cast_slice_mut::<u64, u8>(&mut params)[at..at + 8].copy_from_slice(&address.to_ne_bytes());
+        }
+        let (order, seed) = match self.order {
+            Order::Forward => (0, 0),
+            Order::Reverse => (1, 0),
+            Order::Random(seed) => (2, seed),
+        };
+        let mut counters = Counters::default();
+        let mut error = vec![0u8; 1024];
+        let run = Run {
+            grid: launch.grid,
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            order,
+            workers: self.workers,
+            count: self.count.into(),
+            seed,
+            ranges: ranges.as_ptr(),
+            n_ranges: ranges.len() as u32,
+            error_bytes: error.len() as u32,
+            counters: &mut counters,
+            error: error.as_mut_ptr().cast(),
+        };
+        // SAFETY: the parameters have the kernel's size; its accesses are checked against the ranges, which the task holds.
+        let failed = unsafe { entry(params.as_ptr().cast(), &run) } != 0;
+        self.counters.lock().unwrap_or_else(|e| e.into_inner()).entry(kernel.name).or_default().add(&counters);
+        if failed {
+            let end = error.iter().position(|b| *b == 0).unwrap_or(error.len());
+            return Err(String::from_utf8_lossy(&error[..end]).into_owned());
+        }
+        Ok(())
+    }
+}
+
+fn range(view: &View, writable: bool) -> Option<Range> {
+    let begin = view.host_ptr()? as u64;
+    Some(Range { begin, end: begin + view.bytes() as u64, writable: writable.into(), unused: 0 })
+}
+
+impl Launcher for SimtLauncher {
+    fn arch(&self) -> &Arch {
+        &self.arch
+    }
+
+    fn address(&self, op: &'static str, view: &View) -> Result<Address> {
+        view.host_ptr().map(|p| Address(p as u64)).ok_or(Error::NotHost { op })
+    }
+
+    fn run(&self, work: Work, s: &dyn Stream) -> Result<()> {
+        let Work { op, launches, reads, writes, fault } = work;
+        let emulator = self.emulator.clone();
+        let held = (reads.clone(), writes.clone());
+        let run = Box::new(move || {
+            let (reads, writes) = &held;
+            let cell = u64::MAX;
+            let ranges = writes.iter().map(|v| range(v, true)).chain(reads.iter().map(|v| range(v, false)));
+            let mut ranges: Vec<Range> = ranges.flatten().collect();
+            let at = std::ptr::from_ref(&cell) as u64;
+            ranges.push(Range { begin: at, end: at + 8, writable: 1, unused: 0 });
+            for launch in &launches {
+                emulator.launch(launch, &ranges, &cell).map_err(|what| Error::Shape { op, what })?;
+                if let Some(fault) = &fault {
+                    // SAFETY: a number on this stack; kernels changed it behind the compiler's back.
+                    fault.check(op, unsafe { std::ptr::read_volatile(&cell) })?;
+                }
+            }
+            Ok(())
+        });
+        s.host(HostTask { name: Cow::Borrowed(op), reads, writes, run })
+    }
+}

@@ -1,0 +1,16 @@
+//! Do the GPU kernels compute what they should, on a machine without a GPU? Their very sources are compiled for the host by a C++
+//! compiler, once for 32 and once for 64 lanes, and run under an emulator that knows what each thread does (`emu/*.h`).
+//!
+//! * [`build`] compiles and loads them, once per text and flags; texts can be changed to see that a test would notice.
+//! * [`launcher`] runs the launches of [`zrt_kernels::gpu::GpuOps`] in the order of a stream, and counts.
+//! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
+#![deny(unsafe_code)]
+
+pub mod build;
+pub mod device;
+pub mod launcher;
+pub mod testing;
+
+pub use build::{Build, Mutation, Sanitizer};
+pub use device::{SimtDevice, SimtOptions};
+pub use launcher::{Counters, Order};
