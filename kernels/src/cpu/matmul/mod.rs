@@ -4,9 +4,11 @@
 //! item packs what it needs of A and B into its thread's scratch, sums tiles in registers over blocks of `k` (the partial sums of
 //! a block of the result stay in scratch), and rounds once at the end. Blocks of `k` depend on `k` alone and every element is one
 //! chain of multiply-adds per block, so the bits do not depend on how many items or threads there are. After Goto and van de
-//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS.
+//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS. Tiles of AMX have their own blocks (`amx`).
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+pub(in crate::cpu) mod amx;
 mod pack;
 mod tile;
 
@@ -78,12 +80,24 @@ pub struct Product<'a> {
 /// `c [m,n]`, rows `stride` apart, receives `alpha * a b + bias`, set or added; the sum is in `f32` and is rounded once.
 /// Panics when an operand is shorter than its shape: operations check lengths before they enqueue anything.
 pub fn matmul(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
-    let pairs = pool.isa().level() == Level::Avx512Bf16 && matches!((a.data, b.data), (Float::Bf16(_), Float::Bf16(_)));
-    match (c, pairs) {
-        (FloatMut::F32(c), false) => blocks::<f32, Singles>(pool, c, stride, a, b, p),
-        (FloatMut::Bf16(c), false) => blocks::<half::bf16, Singles>(pool, c, stride, a, b, p),
-        (FloatMut::F32(c), true) => blocks::<f32, Pairs>(pool, c, stride, a, b, p),
-        (FloatMut::Bf16(c), true) => blocks::<half::bf16, Pairs>(pool, c, stride, a, b, p),
+    match c {
+        FloatMut::F32(c) => by_level(pool, c, stride, a, b, p),
+        FloatMut::Bf16(c) => by_level(pool, c, stride, a, b, p),
+    }
+}
+
+/// Two `bf16` operands go to the instructions for them, whatever the shape: a token's result must not depend on how many there are.
+fn by_level<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+    match (pool.isa().level(), a.data, b.data) {
+        #[cfg(target_arch = "x86_64")]
+        (Level::Amx, Float::Bf16(x), Float::Bf16(y)) => {
+            if let Some(c) = checked(c, stride, &a, &b, &p) {
+                // SAFETY: an `Isa` of this level exists only where the unit was detected; operands are checked.
+                unsafe { amx::blocks(pool, c, stride, (a, x), (b, y), p) }
+            }
+        }
+        (Level::Avx512Bf16, Float::Bf16(_), Float::Bf16(_)) => blocks::<C, Pairs>(pool, c, stride, a, b, p),
+        _ => blocks::<C, Singles>(pool, c, stride, a, b, p),
     }
 }
 
@@ -96,18 +110,26 @@ struct Job<'a, C> {
     p: Product<'a>,
 }
 
-fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+/// The result for items to share, once every operand was found to be as long as the shape says; `None` where there is nothing to do.
+fn checked<'a, C>(c: &'a mut [C], stride: usize, a: &Operand<'_>, b: &Operand<'_>, p: &Product<'_>) -> Option<Shared<'a, C>> {
     let (m, n) = (p.m, p.n);
     if m == 0 || n == 0 {
-        return;
+        return None;
     }
     a.check("a", m, p.k);
     b.check("b", n, p.k);
     assert!(stride >= n && c.len() >= (m - 1) * stride + n, "matmul: c has {} elements", c.len());
     assert!(p.bias.is_none_or(|b| b.elems() >= n), "matmul: bias is shorter than {n}");
-    let (rows, cols) = item_shape(pool, m, n);
+    Some(Shared::new(c))
+}
+
+fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+    let (m, n) = (p.m, p.n);
+    let Some(c) = checked(c, stride, &a, &b, &p) else { return };
+    let (tile_rows, tile_cols) = tile_shape(pool.isa());
+    let (rows, cols) = item_shape(pool, (m, n), (ITEM_M, ITEM_N / tile_cols * tile_cols), (tile_rows, tile_cols));
     let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
-    let job = Job { c: Shared::new(c), stride, a, b, p };
+    let job = Job { c, stride, a, b, p };
     pool.for_each_scratch(down * across, |item, scratch| {
         let (i, j) = (item / across, item % across);
         let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
@@ -115,12 +137,11 @@ fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Opera
     });
 }
 
-/// Rows and columns of an item: as large as scratch allows, since what is packed is used once per item; smaller until every
-/// thread has work. The choice is free, as it does not change results.
-fn item_shape(pool: &Pool, m: usize, n: usize) -> (usize, usize) {
-    let (tile_rows, tile_cols) = tile_shape(pool.isa());
+/// Rows and columns of an item of a result `(m, n)`: as large as scratch allows (`most`), since what is packed is used once per
+/// item; smaller until every thread has work, in whole tiles. The choice is free, as it does not change results.
+fn item_shape(pool: &Pool, (m, n): (usize, usize), most: (usize, usize), tile: (usize, usize)) -> (usize, usize) {
     let even = |whole: usize, most: usize, unit: usize| whole.div_ceil(whole.div_ceil(most)).next_multiple_of(unit);
-    let (mut most_rows, mut most_cols) = (ITEM_M, ITEM_N / tile_cols * tile_cols);
+    let ((mut most_rows, mut most_cols), (tile_rows, tile_cols)) = (most, tile);
     loop {
         let (rows, cols) = (even(m, most_rows, tile_rows), even(n, most_cols, tile_cols));
         let items = m.div_ceil(rows) * n.div_ceil(cols);
@@ -227,7 +248,12 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
 
 /// `Ok` when products on `isa` agree with the portable path, for every layout and type; part of the check before first use.
 pub(crate) fn self_check(isa: Isa) -> Result<(), String> {
-    let (m, n, k) = (19, 101, 37);
+    // Edges everywhere; whole tiles.
+    self_check_shape(isa, 19, 101, 37)?;
+    self_check_shape(isa, 96, 64, 64)
+}
+
+fn self_check_shape(isa: Isa, m: usize, n: usize, k: usize) -> Result<(), String> {
     let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 64.0;
     let (a, b): (Vec<f32>, Vec<f32>) = ((0..m * k).map(value).collect(), (0..n * k).map(|i| value(i + 7)).collect());
     let narrow = |x: &[f32]| -> Vec<half::bf16> { x.iter().map(|x| half::bf16::from_f32(*x)).collect() };
@@ -242,7 +268,7 @@ pub(crate) fn self_check(isa: Isa) -> Result<(), String> {
         let (mut got, mut want) = (vec![0.0f32; m * n], vec![0.0f32; m * n]);
         matmul(pool, FloatMut::F32(&mut got), n, oa, ob, p);
         matmul(portable, FloatMut::F32(&mut want), n, oa, ob, p);
-        // Sums of 37 products below 1 in two orders; a wrong lane is off by far more.
+        // Sums of at most 64 products below 1 in two orders; a wrong lane is off by far more.
         if let Some(i) = (0..m * n).find(|i| (got[*i] - want[*i]).abs() > 1e-4 || got[*i].is_nan()) {
             return Err(format!("matmul of layout {case}, element {i}: {} instead of {}", got[i], want[i]));
         }

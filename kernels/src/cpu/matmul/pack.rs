@@ -121,7 +121,7 @@ unsafe fn rows_of_pairs<S: Simd>(out: *mut f32, x: &[bf16], stride: usize, rows:
 
 /// The pair of `k` and `k + 1` at `at` of each row; zero beyond `end`.
 #[inline(always)]
-unsafe fn pair(x: *const bf16, at: usize, stride: usize, k: usize, end: usize) -> u32 {
+pub unsafe fn pair(x: *const bf16, at: usize, stride: usize, k: usize, end: usize) -> u32 {
     // SAFETY: the caller's elements are inside the operand.
     unsafe {
         let low = u32::from((*x.add(k * stride + at)).to_bits());
@@ -163,7 +163,7 @@ pub unsafe fn pack_b<S: Simd, P: Packing>(s: S, out: *mut f32, b: &Operand<'_>, 
     unsafe {
         match (b.data, b.k_contiguous) {
             (Float::Bf16(x), true) if P::PAIRS => transposed_pairs(s, out, x, b.stride, cols, ks),
-            (Float::Bf16(x), false) if P::PAIRS => straight_pairs::<S>(out, x, b.stride, cols, ks),
+            (Float::Bf16(x), false) if P::PAIRS => straight_pairs(s, out, x, b.stride, cols, ks),
             (Float::F32(x), true) => transposed(s, out, x, b.stride, cols, ks),
             (Float::Bf16(x), true) => transposed(s, out, x, b.stride, cols, ks),
             (Float::F32(x), false) => straight(s, out, x, b.stride, cols, ks),
@@ -196,18 +196,26 @@ unsafe fn straight<S: Simd, E: Elem>(s: S, out: *mut f32, x: &[E], stride: usize
 }
 
 #[inline(always)]
-unsafe fn straight_pairs<S: Simd>(out: *mut f32, x: &[bf16], stride: usize, cols: Range<usize>, ks: Range<usize>) {
+unsafe fn straight_pairs<S: Simd>(s: S, out: *mut f32, x: &[bf16], stride: usize, cols: Range<usize>, ks: Range<usize>) {
     let steps = ks.len().div_ceil(2);
     for step in 0..steps {
         let k = ks.start + 2 * step;
         let mut done = 0;
         while done < cols.len() {
             let width = panel_b_cols::<S>(cols.len(), done);
-            for j in 0..width {
-                // SAFETY: inside the panel; sources inside the operand.
-                unsafe {
-                    let dst = out.add(done * steps + step * width + j).cast::<u32>();
-                    *dst = if done + j < cols.len() { pair(x.as_ptr(), cols.start + done + j, stride, k, ks.end) } else { 0 };
+            // SAFETY: inside the panel; sources inside the operand.
+            unsafe {
+                let dst = out.add(done * steps + step * width);
+                let mut j = 0;
+                while k + 1 < ks.end && j < width && done + j + S::LANES <= cols.len() {
+                    let low = x.as_ptr().add(k * stride + cols.start + done + j).cast::<u16>();
+                    s.store(dst.add(j), s.load_pairs(low, low.add(stride)));
+                    j += S::LANES;
+                }
+                while j < width {
+                    let bits = if done + j < cols.len() { pair(x.as_ptr(), cols.start + done + j, stride, k, ks.end) } else { 0 };
+                    *dst.add(j).cast::<u32>() = bits;
+                    j += 1;
                 }
             }
             done += width;

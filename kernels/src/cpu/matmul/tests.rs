@@ -19,20 +19,30 @@ fn narrow(x: &[f32]) -> Vec<bf16> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    m: usize,
-    n: usize,
-    k: usize,
-    a_inner: bool,
-    b_inner: bool,
-    half_in: bool,
-    half_out: bool,
-    add: bool,
-    bias: bool,
+pub(super) struct Case {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a_inner: bool,
+    pub b_inner: bool,
+    pub half_in: bool,
+    pub half_out: bool,
+    pub add: bool,
+    pub bias: bool,
+}
+
+/// A product under test: [`matmul`] or one of its paths.
+pub(super) type By = fn(&Pool, FloatMut<'_>, usize, Operand<'_>, Operand<'_>, Product<'_>);
+
+fn by_pairs(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+    match c {
+        FloatMut::F32(c) => blocks::<_, Pairs>(pool, c, stride, a, b, p),
+        FloatMut::Bf16(c) => blocks::<_, Pairs>(pool, c, stride, a, b, p),
+    }
 }
 
 /// Result and reference of one case, as f32 and f64.
-fn run(pool: &Pool, c: Case, pairs: bool) -> (Vec<f32>, Vec<f64>) {
+fn run(pool: &Pool, c: Case, by: By) -> (Vec<f32>, Vec<f64>) {
     let Case { m, n, k, .. } = c;
     // Rows are longer than they need be, so that strides are exercised.
     let (sa, sb, sc) = (if c.a_inner { k } else { m } + 3, if c.b_inner { k } else { n } + 1, n + 2);
@@ -46,17 +56,11 @@ fn run(pool: &Pool, c: Case, pairs: bool) -> (Vec<f32>, Vec<f64>) {
     let (oa, ob) = (operand(c.a_inner, fa, sa), operand(c.b_inner, fb, sb));
     let got = if c.half_out {
         let mut out = narrow(&old);
-        match pairs {
-            true => blocks::<_, Pairs>(pool, &mut out, sc, oa, ob, p),
-            false => matmul(pool, FloatMut::Bf16(&mut out), sc, oa, ob, p),
-        }
+        by(pool, FloatMut::Bf16(&mut out), sc, oa, ob, p);
         out.iter().map(|v| v.to_f32()).collect()
     } else {
         let mut out = old.clone();
-        match pairs {
-            true => blocks::<_, Pairs>(pool, &mut out, sc, oa, ob, p),
-            false => matmul(pool, FloatMut::F32(&mut out), sc, oa, ob, p),
-        }
+        by(pool, FloatMut::F32(&mut out), sc, oa, ob, p);
         out
     };
     let mut want: Vec<f64> = old.iter().map(|v| f64::from(*v)).collect();
@@ -72,8 +76,16 @@ fn run(pool: &Pool, c: Case, pairs: bool) -> (Vec<f32>, Vec<f64>) {
     (got, want)
 }
 
-fn check(pool: &Pool, c: Case, pairs: bool) {
-    let (got, want) = run(pool, c, pairs);
+pub(super) fn result_with(pool: &Pool, c: Case, by: By) -> Vec<f32> {
+    run(pool, c, by).0
+}
+
+fn check(pool: &Pool, c: Case) {
+    check_with(pool, c, matmul);
+}
+
+pub(super) fn check_with(pool: &Pool, c: Case, by: By) {
+    let (got, want) = run(pool, c, by);
     for (i, (got, want)) in got.iter().zip(&want).enumerate() {
         // Sums of k products below 1 have errors of order sqrt(k) units; bf16 keeps 8 bits.
         let tolerance = 2e-7 * (c.k as f64).sqrt() * 4.0 + 1e-6 + if c.half_out { want.abs() / 256.0 } else { 0.0 };
@@ -81,7 +93,7 @@ fn check(pool: &Pool, c: Case, pairs: bool) {
     }
 }
 
-fn case(m: usize, n: usize, k: usize, bits: u32) -> Case {
+pub(super) fn case(m: usize, n: usize, k: usize, bits: u32) -> Case {
     let bit = |i: u32| bits >> i & 1 == 1;
     Case { m, n, k, a_inner: bit(0), b_inner: bit(1), half_in: bit(2), half_out: bit(3), add: bit(4), bias: bit(5) }
 }
@@ -91,8 +103,8 @@ fn every_mode_at_odd_sizes_on_every_instruction_set() {
     for isa in Isa::available() {
         let pool = Pool::with_isa(2, isa).unwrap();
         for bits in 0..64 {
-            check(&pool, case(37, 45, 53, bits), false);
-            check(&pool, case(5, 3, 1, bits), false);
+            check(&pool, case(37, 45, 53, bits));
+            check(&pool, case(5, 3, 1, bits));
         }
     }
 }
@@ -103,7 +115,7 @@ fn blocks_of_every_dimension() {
     // More than one block of rows, columns and k; sizes that leave a rest in each.
     for (m, n, k) in [(519, 17, 401), (29, 1045, 9), (151, 65, 1201), (1, 1, 3000), (300, 200, 768)] {
         for bits in [0b000011, 0b011101, 0b110110, 0b101000] {
-            check(&pool, case(m, n, k, bits), false);
+            check(&pool, case(m, n, k, bits));
         }
     }
 }
@@ -115,7 +127,7 @@ fn pairs_of_bf16_give_the_same_products() {
         let pool = Pool::with_isa(1, isa).unwrap();
         for bits in 0..64 {
             for (m, n, k) in [(37, 45, 53), (20, 50, 800), (4, 9, 1)] {
-                check(&pool, Case { half_in: true, ..case(m, n, k, bits) }, true);
+                check_with(&pool, Case { half_in: true, ..case(m, n, k, bits) }, by_pairs);
             }
         }
     }
@@ -124,8 +136,8 @@ fn pairs_of_bf16_give_the_same_products() {
 #[test]
 fn empty_sums_and_empty_results() {
     let pool = Pool::new(1).unwrap();
-    check(&pool, case(5, 7, 0, 0b110011), false);
-    check(&pool, case(5, 7, 0, 0b000011), false);
+    check(&pool, case(5, 7, 0, 0b110011));
+    check(&pool, case(5, 7, 0, 0b000011));
     let p = Product { m: 0, n: 4, k: 4, alpha: 1.0, bias: None, write: Write::Set };
     let empty = Float::F32(&[]);
     let b = [1.0; 16];
@@ -137,9 +149,9 @@ fn threads_do_not_change_bits() {
     for isa in Isa::available() {
         let pools: Vec<_> = [1, 2, 3, 7].iter().map(|t| Pool::with_isa(*t, isa).unwrap()).collect();
         for c in [case(130, 170, 500, 0b000111), case(61, 400, 33, 0b011010), case(700, 20, 90, 0b110001)] {
-            let first = run(&pools[0], c, false).0;
+            let first = result_with(&pools[0], c, matmul);
             for pool in &pools[1..] {
-                assert_eq!(run(pool, c, false).0, first, "{} {c:?}", isa.name());
+                assert_eq!(result_with(pool, c, matmul), first, "{} {c:?}", isa.name());
             }
         }
     }
@@ -161,6 +173,6 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
     fn any_shape((m, n, k, bits) in (1usize..70, 1usize..120, 1usize..90, 0u32..64), threads in 1usize..4) {
-        check(&Pool::with_isa(threads, *Isa::available().last().unwrap()).unwrap(), case(m, n, k, bits), false);
+        check(&Pool::with_isa(threads, *Isa::available().last().unwrap()).unwrap(), case(m, n, k, bits));
     }
 }

@@ -179,6 +179,15 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_pairs(self, low: *const u16, high: *const u16) -> __m256 {
+        // SAFETY: `self` proves AVX2 and FMA; both addresses by contract.
+        unsafe {
+            let (low, high) = (_mm_loadu_si128(low.cast()), _mm_loadu_si128(high.cast()));
+            let high = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(high));
+            _mm256_castsi256_ps(_mm256_or_si256(_mm256_cvtepu16_epi32(low), high))
+        }
+    }
+    #[inline(always)]
     fn pair_low(self, a: __m256) -> __m256 {
         // SAFETY: `self` proves AVX2 and FMA.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(a))) }

@@ -178,6 +178,15 @@ macro_rules! sixteen_lanes {
             unsafe { Avx2::assume().transpose8(src, stride, dst, dst_stride) }
         }
         #[inline(always)]
+        unsafe fn load_pairs(self, low: *const u16, high: *const u16) -> __m512 {
+            // SAFETY: `self` proves AVX-512; both addresses by contract.
+            unsafe {
+                let (low, high) = (_mm256_loadu_si256(low.cast()), _mm256_loadu_si256(high.cast()));
+                let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
+                _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+            }
+        }
+        #[inline(always)]
         fn pair_low(self, a: __m512) -> __m512 {
             // SAFETY: `self` proves AVX-512.
             unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(a))) }

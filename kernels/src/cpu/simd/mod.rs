@@ -4,7 +4,8 @@
 //! that the compiler vectorizes ([`portable`]). A value of such a type is the proof that the processor has the instructions:
 //! only [`simd_fn!`](crate::simd_fn) makes one, from an [`Isa`] that [`Isa::detect`] or [`Isa::available`] handed out. What
 //! cannot be run on the developers' machines is checked on the user's: an instruction set is used only after it has
-//! reproduced the portable results once per process ([`check`]).
+//! reproduced the portable results once per process ([`check`]). Tiles (AMX) are no vectors: that level has the vectors of AVX-512 and
+//! its own products in `matmul`.
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
@@ -28,6 +29,7 @@ pub enum Level {
     Avx2,
     Avx512,
     Avx512Bf16,
+    Amx,
 }
 
 struct Detected {
@@ -64,6 +66,9 @@ impl Isa {
                     all.push(Isa(Level::Avx512));
                     if is_x86_feature_detected!("avx512bf16") {
                         all.push(Isa(Level::Avx512Bf16));
+                        if crate::cpu::matmul::amx::tile::detect() {
+                            all.push(Isa(Level::Amx));
+                        }
                     }
                 }
             }
@@ -78,6 +83,7 @@ impl Isa {
             Level::Avx2 => "avx2",
             Level::Avx512 => "avx512",
             Level::Avx512Bf16 => "avx512-bf16",
+            Level::Amx => "avx512-amx",
         }
     }
 
@@ -196,6 +202,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let acc = self.fma(self.pair_low(a), self.pair_low(b), acc);
         self.fma(self.pair_high(a), self.pair_high(b), acc)
     }
+    /// Bits of two bf16 in every lane: `low[i]` below `high[i]`.
+    ///
+    /// # Safety
+    /// Both are valid for reading `LANES` elements.
+    unsafe fn load_pairs(self, low: *const u16, high: *const u16) -> Self::V;
     /// The lower of each lane's two bf16.
     fn pair_low(self, a: Self::V) -> Self::V;
     /// The upper of each lane's two bf16.
@@ -274,7 +285,7 @@ macro_rules! simd_fn {
             match isa.level() {
                 // SAFETY: an `Isa` of this level exists only where the processor has these features.
                 #[cfg(target_arch = "x86_64")]
-                Level::Avx512 | Level::Avx512Bf16 => unsafe {
+                Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
                     avx512::<$($G),*>($crate::cpu::simd::avx512::Avx512::assume() $(, $arg)*)
                 },
                 // SAFETY: as above.

@@ -129,6 +129,12 @@ impl Simd for Portable {
         }
     }
     #[inline(always)]
+    unsafe fn load_pairs(self, low: *const u16, high: *const u16) -> [f32; N] {
+        // SAFETY: N elements are readable by contract.
+        let (low, high) = unsafe { (low.cast::<[u16; N]>().read_unaligned(), high.cast::<[u16; N]>().read_unaligned()) };
+        lanes!(i => f32::from_bits(u32::from(low[i]) | u32::from(high[i]) << 16))
+    }
+    #[inline(always)]
     fn pair_low(self, a: [f32; N]) -> [f32; N] {
         lanes!(i => f32::from_bits(a[i].to_bits() << 16))
     }
