@@ -25,8 +25,8 @@ struct bf16 {
 
 // ---- 1. The machine -------------------------------------------------------------------------------------------------
 // Each branch defines: DEVICE, KERNEL, WARP, thread_id, block_id_x/y/z, grid_x, barrier, warp_sync, shuffle, Ptr, Shared,
-// SHARED, DYN_SHARED, shared_cast, Raw16 loads and stores, asynchronous copies, exp2_fast, log2_fast, *_rn, atomic_min,
-// and the matrix instructions of its lane count.
+// SHARED, DYN_SHARED, shared_cast, Raw16 loads and stores, asynchronous copies, exp2_fast, log2_fast, *_rn, integer atomics
+// (whose results have no order), and the matrix instructions of its lane count.
 
 struct alignas(16) Raw16 {
     u32 w[4];
@@ -111,6 +111,7 @@ DEVICE float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 DEVICE void atomic_min(u64* p, u64 v) { atomicMin(p, v); }
+DEVICE void atomic_add(u32* p, u32 v) { atomicAdd(p, v); }
 // Two f32 as two bf16, `lo` in the low half, for fragments: one instruction, all NaN become one NaN.
 DEVICE u32 pack_bf16x2(float lo, float hi) {
     u32 r;
@@ -233,6 +234,7 @@ DEVICE float sub_rn(float a, float b) {
 DEVICE float div_rn(float a, float b) { return a / b; }
 DEVICE float sqrt_rn(float a) { return __builtin_sqrtf(a); }
 DEVICE void atomic_min(u64* p, u64 v) { __hip_atomic_fetch_min(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+DEVICE void atomic_add(u32* p, u32 v) { __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
 #if defined(__gfx950__)
 typedef __bf16 zrt_bf16x2 __attribute__((ext_vector_type(2)));
 typedef float zrt_f32x2 __attribute__((ext_vector_type(2)));
@@ -357,6 +359,12 @@ template <int THREADS> DEVICE float block_sum(float v, Shared<float> part) {
 #pragma unroll
     for (int i = 0; i < THREADS / WARP; i++) total += part[i];
     return total;
+}
+
+DEVICE u32 warp_sum_u32(u32 v) {
+#pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) v += shuffle_xor_bits(v, mask);
+    return v;
 }
 
 // Reports that element `row` of a list holds `value`, which is out of range. The smallest row wins, whatever the order.

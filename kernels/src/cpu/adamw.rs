@@ -14,18 +14,18 @@ use super::pool::Pool;
 use super::simd::{Simd, simd_fn};
 use crate::AdamW;
 
-/// The numbers of one update, each rounded once to `f32` from `f64`.
+/// The numbers of one update, each rounded once to `f32` from `f64`; the GPU's kernel takes the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Factors {
-    lr: f32,
-    decay: f32,
-    beta1: f32,
-    rest1: f32,
-    beta2: f32,
-    rest2: f32,
-    step: f32,
-    root2: f32,
-    eps: f32,
+pub(crate) struct Factors {
+    pub lr: f32,
+    pub decay: f32,
+    pub beta1: f32,
+    pub rest1: f32,
+    pub beta2: f32,
+    pub rest2: f32,
+    pub step: f32,
+    pub root2: f32,
+    pub eps: f32,
 }
 
 /// The decimal number that was written, such as 0.999, instead of its neighbour in `f32`: `1 - 0.999f32` is off by 1.3e-5,
@@ -49,7 +49,7 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
 }
 
 impl Factors {
-    fn new(hp: AdamW) -> Factors {
+    pub fn new(hp: AdamW) -> Factors {
         let (beta1, beta2) = (written(hp.beta1), written(hp.beta2));
         let correction = |beta: f64| 1.0 - power(beta, hp.step);
         Factors {

@@ -78,6 +78,9 @@ pub struct Launch {
     pub params: Vec<u8>,
     /// Where in `params` the address of the fault cell goes, if the kernel reports faults.
     pub fault_at: Option<usize>,
+    /// Bytes that the kernel reads besides, made by the host for this launch, a multiple of 8: the launcher puts them into device
+    /// memory, in the stream's order, and their address at this place of `params`.
+    pub data: Option<(usize, Vec<u8>)>,
 }
 
 /// What it means when a kernel reports a fault, which it does as (row, value): "`what` `value` at row `row` is out of 0..`limit`".
@@ -170,6 +173,7 @@ impl<'a, L: Launcher> Call<'a, L> {
     }
 
     /// As [`Call::read`], of an operand that may be left out: then 0.
+    #[allow(dead_code)]
     pub fn read_some(&mut self, view: Option<&View>) -> Result<Address> {
         view.map_or(Ok(Address(0)), |v| self.read(v))
     }
@@ -198,7 +202,8 @@ impl<'a, L: Launcher> Call<'a, L> {
 
     /// Adds a launch; an empty grid is left out.
     pub fn launch<P: Pod>(&mut self, kernel: &'static str, grid: [usize; 3], threads: u32, shared_bytes: usize, params: &P) -> Result<()> {
-        self.push(kernel, grid, threads, shared_bytes, params, None)
+        self.push(kernel, grid, threads, shared_bytes, params)?;
+        Ok(())
     }
 
     /// As [`Call::launch`], of a kernel whose parameters begin with the address of the fault cell.
@@ -210,8 +215,26 @@ impl<'a, L: Launcher> Call<'a, L> {
         params: &P,
         fault: Fault,
     ) -> Result<()> {
-        self.work.fault = Some(fault);
-        self.push(kernel, grid, threads, 0, params, Some(0))
+        if let Some(launch) = self.push(kernel, grid, threads, 0, params)? {
+            launch.fault_at = Some(0);
+            self.work.fault = Some(fault);
+        }
+        Ok(())
+    }
+
+    /// As [`Call::launch`], of a kernel whose parameters begin with the address of `data`.
+    pub fn launch_with_data<P: Pod>(
+        &mut self,
+        kernel: &'static str,
+        grid: [usize; 3],
+        threads: u32,
+        params: &P,
+        data: &[u64],
+    ) -> Result<()> {
+        if let Some(launch) = self.push(kernel, grid, threads, 0, params)? {
+            launch.data = Some((0, bytemuck::cast_slice(data).to_vec()));
+        }
+        Ok(())
     }
 
     fn push<P: Pod>(
@@ -221,10 +244,9 @@ impl<'a, L: Launcher> Call<'a, L> {
         threads: u32,
         shared: usize,
         params: &P,
-        fault_at: Option<usize>,
-    ) -> Result<()> {
+    ) -> Result<Option<&mut Launch>> {
         if grid.contains(&0) {
-            return Ok(());
+            return Ok(None);
         }
         // The limits of both vendors: 2^31 - 1 blocks along x, 65,535 along the others.
         if grid[0] > i32::MAX as usize || grid[1] > 65_535 || grid[2] > 65_535 || shared > self.launcher.arch().shared_bytes as usize {
@@ -234,8 +256,8 @@ impl<'a, L: Launcher> Call<'a, L> {
         }
         let grid = grid.map(|n| n as u32);
         let params = bytemuck::bytes_of(params).to_vec();
-        self.work.launches.push(Launch { kernel, grid, threads, shared_bytes: shared as u32, params, fault_at });
-        Ok(())
+        self.work.launches.push(Launch { kernel, grid, threads, shared_bytes: shared as u32, params, fault_at: None, data: None });
+        Ok(self.work.launches.last_mut())
     }
 
     /// Enqueues what was built.
@@ -247,6 +269,11 @@ impl<'a, L: Launcher> Call<'a, L> {
 /// The one of two entry points that is for this storage type.
 pub(super) fn by_type(dtype: DType, f32: &'static str, bf16: &'static str) -> &'static str {
     if dtype == DType::BF16 { bf16 } else { f32 }
+}
+
+/// A number as the kernels' `i32`.
+pub(super) fn int(op: &'static str, name: &str, n: usize) -> Result<i32> {
+    i32::try_from(n).map_err(|_| Error::Shape { op, what: format!("{name} is {n}, kernels count it in i32") })
 }
 
 /// Whether all of these are multiples of 16: addresses and bytes of rows that are read 16 bytes at a time.

@@ -35,6 +35,11 @@ impl<L: Launcher> GpuOps<L> {
         GpuOps { launcher }
     }
 
+    /// [`Stream::fill`] as a kernel, for devices whose driver cannot set elements of every type.
+    pub fn fill(&self, out: &ViewMut, value: f32, s: &dyn Stream) -> Result<()> {
+        elementwise::fill(&self.launcher, out, value, s)
+    }
+
     /// What runs them.
     pub fn launcher(&self) -> &L {
         &self.launcher
@@ -49,8 +54,8 @@ pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
         OpShape::Lora { .. } => 0,
         OpShape::Attention { .. } => 0,
         OpShape::LinearCrossEntropy { .. } => 0,
-        OpShape::EmbeddingBackward { .. } => 0,
-        OpShape::SumSquares { .. } => 0,
+        OpShape::EmbeddingBackward { tokens, hidden: _, vocab } => embedding::workspace_bytes(tokens, vocab),
+        OpShape::SumSquares { elems } => norm_tree::workspace_bytes(arch, elems),
     }
 }
 

@@ -1,7 +1,7 @@
 //! RMSNorm: which kernel for which width, and how many blocks share the rows of the backward. `kernels/gpu/rmsnorm.cu`.
 
 use super::column_sum::column_sum;
-use super::launch::{Address, Arch, Call, Kernel, Launcher, by_type, whole_16, workspace_of};
+use super::launch::{Address, Arch, Call, Kernel, Launcher, by_type, int, whole_16, workspace_of};
 use super::params::params;
 use crate::{OpShape, Result, Stream, View, ViewMut, Write, checks};
 
@@ -99,8 +99,17 @@ pub(super) fn forward<L: Launcher>(
     let mut call = Call::new(launcher, "rmsnorm");
     let (py, pr, px, pw) = (call.write(y)?, call.write(rstd)?, call.read(x)?, call.read(weight)?);
     let vector = whole_16(&[py.0, px.0, pw.0, (cols * x.dtype().bytes()) as u64]);
-    let params =
-        RmsNorm { y: py, rstd: pr, x: px, weight: pw, rows: rows as i64, cols: cols as i32, vector: vector.into(), eps, unused: 0 };
+    let params = RmsNorm {
+        y: py,
+        rstd: pr,
+        x: px,
+        weight: pw,
+        rows: rows as i64,
+        cols: int("rmsnorm", "cols", cols)?,
+        vector: vector.into(),
+        eps,
+        unused: 0,
+    };
     let t = x.dtype();
     let (kernel, blocks, threads) = match width(launcher.arch(), cols) {
         Width::Warp => {
@@ -152,7 +161,7 @@ pub(super) fn backward<L: Launcher>(
         weight: pw,
         rows: rows as i64,
         rows_per_block: rows_per_block as i64,
-        cols: cols as i32,
+        cols: int("rmsnorm_backward", "cols", cols)?,
         vector: vector.into(),
         add: dx.is_some_and(|d| d.1 == Write::Add).into(),
         unused: 0,

@@ -7,9 +7,16 @@ use super::*;
 /// Files of `kernels/gpu`, as text. Headers are included by name.
 pub const SOURCES: &[(&str, &str)] = &[
     ("compat.h", include_str!("../../gpu/compat.h")),
+    ("elementwise.cuh", include_str!("../../gpu/elementwise.cuh")),
     ("rows.cuh", include_str!("../../gpu/rows.cuh")),
+    ("adamw.cu", include_str!("../../gpu/adamw.cu")),
     ("column_sum.cu", include_str!("../../gpu/column_sum.cu")),
+    ("elementwise.cu", include_str!("../../gpu/elementwise.cu")),
+    ("embedding.cu", include_str!("../../gpu/embedding.cu")),
     ("rmsnorm.cu", include_str!("../../gpu/rmsnorm.cu")),
+    ("rope.cu", include_str!("../../gpu/rope.cu")),
+    ("sum_squares.cu", include_str!("../../gpu/sum_squares.cu")),
+    ("swiglu.cu", include_str!("../../gpu/swiglu.cu")),
 ];
 
 const LISTS: &[&[Kernel]] = &[

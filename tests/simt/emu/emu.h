@@ -131,3 +131,7 @@ DEVICE void atomic_min(Ptr<u64> p, u64 v) {
     while (v < seen && !cell->compare_exchange_weak(seen, v)) {
     }
 }
+DEVICE void atomic_add(Ptr<u32> p, u32 v) {
+    emu::touch<false>((uintptr_t)p.raw, sizeof(u32), true);
+    ((std::atomic<u32>*)p.raw)->fetch_add(v);
+}

@@ -1,18 +1,20 @@
-//! How do kernel sources become code of the host? The texts that the product embeds are written to a folder under `target/simt`
-//! named after their hash, each `.cu` file is compiled to a shared library when the first of its kernels is launched, and loaded.
-//! A library is written under another name and renamed, so that processes that compile the same file do not disturb each other.
+//! How do kernel sources become code of the host? When the first kernel of a `.cu` file is launched, the file and the headers it
+//! includes are written to a folder under `target/simt` named after their hash, compiled there to a shared library, and loaded; the
+//! next time the library is found. Files are written under another name and renamed, so that processes that compile the same file
+//! do not disturb each other.
 #![allow(unsafe_code)]
 
 use libloading::Library;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use zrt_kernels::gpu::table;
 
-/// Headers of the emulator.
+/// Headers of the emulator, and kernels that only tests launch.
 const EMULATOR: &[(&str, &str)] = &[
+    ("fragments.cu", include_str!("../kernels/fragments.cu")),
     ("emu.h", include_str!("../emu/emu.h")),
     ("emu_core.h", include_str!("../emu/emu_core.h")),
     ("emu_memory.h", include_str!("../emu/emu_memory.h")),
@@ -67,7 +69,7 @@ pub fn compiler() -> Option<&'static str> {
 /// The libraries of one [`Build`], by source file.
 pub struct Kernels {
     build: Build,
-    folder: PathBuf,
+    texts: BTreeMap<&'static str, String>,
     loaded: Mutex<HashMap<&'static str, Arc<Library>>>,
 }
 
@@ -83,32 +85,46 @@ impl Kernels {
     /// The kernels of this build, shared by all who ask for the same; nothing is compiled yet.
     ///
     /// # Errors
-    /// A mutation whose text is not there, or a folder that cannot be written.
+    /// A mutation whose text is not there.
     pub fn of(build: &Build) -> Result<Arc<Kernels>, String> {
         static ALL: OnceLock<Mutex<HashMap<Build, Arc<Kernels>>>> = OnceLock::new();
         let mut all = lock(ALL.get_or_init(Default::default));
         if let Some(kernels) = all.get(build) {
             return Ok(kernels.clone());
         }
-        let kernels = Arc::new(Kernels::prepare(build)?);
-        all.insert(build.clone(), kernels.clone());
-        Ok(kernels)
-    }
-
-    fn prepare(build: &Build) -> Result<Kernels, String> {
-        let mut texts: Vec<(&str, String)> = table::SOURCES.iter().chain(EMULATOR).map(|(n, t)| (*n, t.to_string())).collect();
+        let mut texts: BTreeMap<&'static str, String> = table::SOURCES.iter().chain(EMULATOR).map(|(n, t)| (*n, t.to_string())).collect();
         for m in &build.mutations {
-            let (_, text) = texts.iter_mut().find(|(n, _)| *n == m.file).ok_or_else(|| format!("no source {}", m.file))?;
+            let text = texts.get_mut(m.file).ok_or_else(|| format!("no source {}", m.file))?;
             if !text.contains(&m.from) {
                 return Err(format!("{} does not contain `{}`", m.file, m.from));
             }
             *text = text.replacen(&m.from, &m.to, 1);
         }
+        let kernels = Arc::new(Kernels { build: build.clone(), texts, loaded: Mutex::default() });
+        all.insert(build.clone(), kernels.clone());
+        Ok(kernels)
+    }
+
+    /// Adds `file` and what it includes to `found`.
+    fn closure<'a>(&'a self, file: &str, found: &mut BTreeMap<&'static str, &'a str>) {
+        let Some((name, text)) = self.texts.get_key_value(file) else { return };
+        if found.insert(name, text).is_some() {
+            return;
+        }
+        for included in text.lines().filter_map(|l| l.strip_prefix("#include \"")?.split('"').next()) {
+            self.closure(included, found);
+        }
+    }
+
+    /// Writes a source and its headers to a folder of their own.
+    fn folder(&self, source: &'static str) -> Result<PathBuf, String> {
+        let mut files = BTreeMap::new();
+        self.closure(source, &mut files);
         let mut hash = DefaultHasher::new();
-        (&texts, Self::flags(build), compiler()).hash(&mut hash);
-        let folder = target_folder().join("simt").join(format!("{:016x}", hash.finish()));
+        (source, &files, Self::flags(&self.build), compiler()).hash(&mut hash);
+        let folder = target_folder().join("simt").join(format!("{source}-{:016x}", hash.finish()));
         io(&folder, std::fs::create_dir_all(&folder))?;
-        for (name, text) in &texts {
+        for (name, text) in &files {
             let path = folder.join(name);
             // Another process may read it meanwhile, and would write the same.
             if std::fs::read_to_string(&path).is_ok_and(|have| have == *text) {
@@ -118,7 +134,7 @@ impl Kernels {
             io(&fresh, std::fs::write(&fresh, text))?;
             io(&path, std::fs::rename(&fresh, &path))?;
         }
-        Ok(Kernels { build: build.clone(), folder, loaded: Mutex::default() })
+        Ok(folder)
     }
 
     fn flags(build: &Build) -> Vec<String> {
@@ -148,13 +164,14 @@ impl Kernels {
         if let Some(library) = loaded.get(source) {
             return Ok(library.clone());
         }
-        let path = self.folder.join(format!("{source}.so"));
+        let folder = self.folder(source)?;
+        let path = folder.join(format!("{source}.so"));
         if !path.is_file() {
             let compiler = compiler().ok_or("no C++ compiler (g++ or clang++) on PATH")?;
-            let fresh = self.folder.join(format!("{source}.so.{}", std::process::id()));
+            let fresh = folder.join(format!("{source}.so.{}", std::process::id()));
             let mut command = Command::new(compiler);
-            command.args(Self::flags(&self.build)).arg("-I").arg(&self.folder).args(["-x", "c++"]);
-            let out = io(Path::new(compiler), command.arg(self.folder.join(source)).arg("-o").arg(&fresh).output())?;
+            command.args(Self::flags(&self.build)).arg("-I").arg(&folder).args(["-x", "c++"]);
+            let out = io(Path::new(compiler), command.arg(folder.join(source)).arg("-o").arg(&fresh).output())?;
             let text = String::from_utf8_lossy(&out.stderr);
             if !out.status.success() {
                 return Err(format!("{compiler} on {source}: {text}"));

@@ -53,6 +53,7 @@ impl Default for SimtOptions {
 pub struct SimtDevice {
     inner: Arc<CpuDevice>,
     emulator: Arc<Emulator>,
+    launcher: SimtLauncher,
     arch: Arch,
     exact: bool,
 }
@@ -74,15 +75,21 @@ impl SimtDevice {
             count: options.count,
             counters: Mutex::default(),
         });
-        let ops = Box::new(GpuOps::new(SimtLauncher::new(arch.clone(), emulator.clone())));
+        let launcher = SimtLauncher::new(arch.clone(), emulator.clone());
+        let ops = Box::new(GpuOps::new(launcher.clone()));
         let cpu = CpuOptions { threads: 1, mode: options.mode, track: true, trace: false };
         let inner = CpuDevice::with_ops(cpu, ops)?;
-        Ok(Arc::new(SimtDevice { inner, emulator, arch, exact: options.exact }))
+        Ok(Arc::new(SimtDevice { inner, emulator, launcher, arch, exact: options.exact }))
     }
 
     /// The machine that is emulated.
     pub fn arch(&self) -> &Arch {
         &self.arch
+    }
+
+    /// What launches kernels, for tests of single ones.
+    pub fn launcher(&self) -> &SimtLauncher {
+        &self.launcher
     }
 
     /// Takes what was counted since the last call, by kernel. Streams must be synchronized.

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex};
-use zrt_kernels::gpu::launch::{Address, Arch, Launch, Launcher, Work};
+use zrt_kernels::gpu::launch::{Address, Arch, Kernel, Launch, Launcher, Work};
 use zrt_kernels::gpu::table;
 use zrt_kernels::{Error, HostTask, Result, Stream, View};
 
@@ -62,6 +62,7 @@ impl Counters {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct Range {
     begin: u64,
     end: u64,
@@ -99,7 +100,23 @@ pub struct Emulator {
     pub(crate) counters: Mutex<BTreeMap<&'static str, Counters>>,
 }
 
+/// Kernels that only tests launch: five addresses each.
+const TEST_KERNELS: &[Kernel] = &[
+    Kernel::new::<[u64; 5]>("fragments_f32_64", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("fragments_bf16_64", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("fragments_f32_24", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("fragments_bf16_96", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_16", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_32", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_40", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_64", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_96", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_128", "fragments.cu"),
+    Kernel::new::<[u64; 5]>("loads_256", "fragments.cu"),
+];
+
 /// Launches on the emulator.
+#[derive(Clone)]
 pub struct SimtLauncher {
     arch: Arch,
     emulator: Arc<Emulator>,
@@ -113,8 +130,9 @@ impl SimtLauncher {
 
 impl Emulator {
     /// Runs one launch. `cell` is the fault cell.
-    fn launch(&self, launch: &Launch, ranges: &[Range], cell: &u64) -> std::result::Result<(), String> {
-        let kernel = table::kernel(launch.kernel).ok_or_else(|| format!("{} is in no table", launch.kernel))?;
+    fn launch(&self, launch: &Launch, mut ranges: Vec<Range>, cell: &u64) -> std::result::Result<(), String> {
+        let kernel = table::kernel(launch.kernel).or_else(|| TEST_KERNELS.iter().find(|k| k.name == launch.kernel));
+        let kernel = kernel.ok_or_else(|| format!("{} is in no table", launch.kernel))?;
         let library = self.kernels.library(kernel.source)?;
         let symbol = |prefix: &str| format!("{prefix}_{}", kernel.name);
         let missing = |e: libloading::Error| format!("{} in {}: {e}", kernel.name, kernel.source);
@@ -135,6 +153,14 @@ impl Emulator {
         if let Some(at) = launch.fault_at {
             let address = std::ptr::from_ref(cell) as u64;
             bytemuck::cast_slice_mut::<u64, u8>(&mut params)[at..at + 8].copy_from_slice(&address.to_ne_bytes());
+        }
+        let mut data = Vec::new();
+        if let Some((at, bytes)) = &launch.data {
+            data.resize(bytes.len().div_ceil(8), 0u64);
+            bytemuck::cast_slice_mut(&mut data)[..bytes.len()].copy_from_slice(bytes);
+            let begin = data.as_ptr() as u64;
+            bytemuck::cast_slice_mut::<u64, u8>(&mut params)[*at..at + 8].copy_from_slice(&begin.to_ne_bytes());
+            ranges.push(Range { begin, end: begin + bytes.len() as u64, writable: 0, unused: 0 });
         }
         let (order, seed) = match self.order {
             Order::Forward => (0, 0),
@@ -194,7 +220,7 @@ impl Launcher for SimtLauncher {
             let at = std::ptr::from_ref(&cell) as u64;
             ranges.push(Range { begin: at, end: at + 8, writable: 1, unused: 0 });
             for launch in &launches {
-                emulator.launch(launch, &ranges, &cell).map_err(|what| Error::Shape { op, what })?;
+                emulator.launch(launch, ranges.clone(), &cell).map_err(|what| Error::Shape { op, what })?;
                 if let Some(fault) = &fault {
                     // SAFETY: a number on this stack; kernels changed it behind the compiler's back.
                     fault.check(op, unsafe { std::ptr::read_volatile(&cell) })?;
