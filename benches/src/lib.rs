@@ -24,7 +24,7 @@ pub fn step_rates(file: &Path, set: &[String], ranks: usize) -> Result<Vec<StepR
     let job = Job::open(&config, ranks, true)?;
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let one = |comm| {
-        let device = cpu_device(&config, ranks, false)?;
+        let device = cpu_device(&config, zrt::run::threads(&config, ranks), false)?;
         let at = Surroundings { device, comm, store: store.clone(), stop: Arc::new(AtomicBool::new(false)), write: false };
         Ok(train(&job, at, &mut [])?.steps)
     };

@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod cores;
 pub mod data;
 pub mod durable;
 pub mod engine;

@@ -1,6 +1,7 @@
 //! A rank process: device, ranks, job, training; and the dry run, which does the same on the simulated device.
 
 use crate::config::Config;
+use crate::cores;
 use crate::engine::{Engine, StepInput};
 use crate::error::{Error, Result};
 use crate::hooks::hooks;
@@ -36,15 +37,15 @@ pub fn threads(config: &Config, ranks: usize) -> usize {
     if config.device.threads > 0 { config.device.threads } else { (cores / ranks.max(1)).max(1) }
 }
 
-/// The CPU device that `config` asks for.
-pub fn cpu_device(config: &Config, ranks: usize, trace: bool) -> Result<Arc<CpuDevice>> {
+/// The CPU device that `config` asks for, with `threads` threads.
+pub fn cpu_device(config: &Config, threads: usize, trace: bool) -> Result<Arc<CpuDevice>> {
     let mode = match config.device.mode.as_str() {
         "inline" => Mode::Inline,
         "chaos" => Mode::Chaos { seed: config.training.seed },
         _ => Mode::Threaded,
     };
     let track = matches!(mode, Mode::Chaos { .. });
-    Ok(CpuDevice::new(CpuOptions { threads: threads(config, ranks), mode, track, trace })?)
+    Ok(CpuDevice::new(CpuOptions { threads, mode, track, trace })?)
 }
 
 /// Options of the local communicator.
@@ -89,7 +90,14 @@ pub fn run(config: &Config, env: &RankEnv, options: &RunOptions) -> Result<Summa
 fn run_with(config: &Config, env: &RankEnv, options: &RunOptions, store: Arc<dyn Store>) -> Result<Summary> {
     // Data first: whatever is wrong with the input shows before ranks meet.
     let job = Job::open(config, env.world_size, false)?;
-    let device = cpu_device(config, env.local_world_size, options.trace.is_some())?;
+    // Counted before the rank is bound to its part of the cores; threads that start later inherit the binding.
+    let threads = threads(config, env.local_world_size);
+    if config.device.bind_threads
+        && let Some(cores) = cores::bind(env.local_rank, env.local_world_size, threads)
+    {
+        tracing::info!("bound to cores {cores:?}");
+    }
+    let device = cpu_device(config, threads, options.trace.is_some())?;
     let comm: Comm = Arc::new(LocalComm::join(&*store, env.rank, env.world_size, local_options(config))?);
     let at = Surroundings { device: device.clone(), comm: comm.clone(), store, stop: options.stop.clone(), write: true };
     let outcome = train(&job, at, &mut hooks(&job, true));

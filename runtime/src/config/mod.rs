@@ -557,12 +557,14 @@ pub struct DeviceConfig {
     pub kind: String,
     /// Threads per rank for operations; 0: cores / ranks of this host, at least 1.
     pub threads: usize,
+    /// Bind each rank to cores of its own where the ranks of a host use all its cores.
+    pub bind_threads: bool,
     /// Streams of the CPU device: `"threaded"`, `"inline"` (debugging) or `"chaos"` (random delays, NaN-filled memory).
     pub mode: String,
 }
 
 impl Default for DeviceConfig {
     fn default() -> Self {
-        DeviceConfig { kind: "auto".into(), threads: 0, mode: "threaded".into() }
+        DeviceConfig { kind: "auto".into(), threads: 0, bind_threads: true, mode: "threaded".into() }
     }
 }

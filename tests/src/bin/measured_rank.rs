@@ -61,7 +61,7 @@ fn train(config: &Config, env: &RankEnv) -> Value {
 fn load(config: &Config, env: &RankEnv) -> Value {
     let job = Job::open(config, env.world_size, false).unwrap();
     let store = connect_store(config, env).unwrap();
-    let device = cpu_device(config, env.local_world_size, false).unwrap();
+    let device = cpu_device(config, zrt::run::threads(config, env.local_world_size), false).unwrap();
     let comm: Comm = Arc::new(LocalComm::join(&*store, env.rank, env.world_size, local_options(config)).unwrap());
     let base = job.sources.base.clone().unwrap();
     let source: Arc<dyn WeightSource> = Arc::new(job.sources);
