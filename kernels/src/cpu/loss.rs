@@ -3,10 +3,11 @@
 //! Trained tokens (label >= 0) are gathered into chunks; the others cost nothing. For a chunk: logits `x W^T` in f32, a stable
 //! softmax per row whose gradient replaces the logits in place, then `dx = dlogits W` and `dw += dlogits^T x` before the next
 //! chunk. Exponentials are f32 and good to about an ulp; sums over the vocabulary are collected in f64 per block and logarithms
-//! taken in f64, once a row, so that a loss carries the rounding of its logits and little else.
+//! taken in f64, once a row, so that a loss carries the rounding of its logits and little else. Where bf16 is multiplied many
+//! times faster than f32, gradients of logits of a bf16 model are rounded to bf16 for their two products, as mixed precision does.
 #![allow(unsafe_code)]
 
-use super::float::{Float, FloatMut, Shared};
+use super::float::{Float, FloatMut, Shared, bf16_bits};
 use super::matmul::{Operand, Product, matmul};
 use super::pool::Pool;
 use super::simd::simd_fn;
@@ -61,6 +62,26 @@ pub const fn workspace_bytes(tokens: usize, hidden: usize, vocab: usize) -> usiz
 pub fn linear_cross_entropy(
     pool: &Pool,
     loss: &mut [f32],
+    x: Hidden<'_>,
+    dw: Option<(&mut [f32], Write)>,
+    w: Float<'_>,
+    labels: &[i32],
+    grad_scale: f32,
+    tokens: usize,
+    hidden: usize,
+    vocab: usize,
+    workspace: &mut [f32],
+) -> Result<()> {
+    let narrow = pool.isa().has_tiles() && matches!(w, Float::Bf16(_));
+    linear_cross_entropy_as(narrow, pool, loss, x, dw, w, labels, grad_scale, tokens, hidden, vocab, workspace)
+}
+
+/// [`linear_cross_entropy`], with the choice of the machine made for it: `narrow` rounds gradients of logits to bf16.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn linear_cross_entropy_as(
+    narrow: bool,
+    pool: &Pool,
+    loss: &mut [f32],
     mut x: Hidden<'_>,
     mut dw: Option<(&mut [f32], Write)>,
     w: Float<'_>,
@@ -105,10 +126,14 @@ pub fn linear_cross_entropy(
         let product = |m, n, k, write| Product { m, n, k, alpha: 1.0, bias: None, write };
         let (xs, ws) = (Operand::k_inner(x_chunk, hidden), Operand::k_inner(w, hidden));
         matmul(pool, FloatMut::F32(logits), vocab, xs, ws, product(rows, vocab, hidden, Write::Set));
-        softmax(pool, loss, logits, labels, numbers, grad_scale, gradient, vocab);
-        let dlogits = Float::F32(logits);
+        softmax(pool, loss, logits, labels, numbers, grad_scale, gradient, narrow, vocab);
+        // Narrow rows fill the first half of their place.
+        let (dlogits, stride) = match narrow {
+            true => (Float::Bf16(bytemuck::cast_slice(logits)), 2 * vocab),
+            false => (Float::F32(logits), vocab),
+        };
         if let Some((dw, write)) = &mut dw {
-            let (d, xs) = (Operand::k_outer(dlogits, vocab), Operand::k_outer(x_chunk, hidden));
+            let (d, xs) = (Operand::k_outer(dlogits, stride), Operand::k_outer(x_chunk, hidden));
             matmul(pool, FloatMut::F32(dw), hidden, d, xs, product(vocab, hidden, rows, *write));
             *write = Write::Add;
         }
@@ -117,7 +142,7 @@ pub fn linear_cross_entropy(
                 FloatMut::F32(_) => FloatMut::F32(&mut dx_rows[..rows * hidden]),
                 FloatMut::Bf16(_) => FloatMut::Bf16(&mut bytemuck::cast_slice_mut(dx_rows)[..rows * hidden]),
             };
-            let (d, ws) = (Operand::k_inner(dlogits, vocab), Operand::k_outer(w, hidden));
+            let (d, ws) = (Operand::k_inner(dlogits, stride), Operand::k_outer(w, hidden));
             matmul(pool, out, hidden, d, ws, product(rows, hidden, vocab, Write::Set));
             scatter(&mut dx, dx_rows, numbers, hidden);
         }
@@ -169,7 +194,8 @@ fn scatter(dx: &mut FloatMut<'_>, rows: &[f32], numbers: &[u32], hidden: usize) 
     }
 }
 
-/// Losses of the tokens `numbers`; with `gradient`, their logits become `grad_scale * (softmax - onehot)`.
+/// Losses of the tokens `numbers`; with `gradient`, their logits become `grad_scale * (softmax - onehot)`, as bf16 in the first
+/// half of each row if `narrow`.
 #[allow(clippy::too_many_arguments)]
 fn softmax(
     pool: &Pool,
@@ -179,6 +205,7 @@ fn softmax(
     numbers: &[u32],
     grad_scale: f32,
     gradient: bool,
+    narrow: bool,
     vocab: usize,
 ) {
     let (loss, logits, isa) = (Shared::new(loss), Shared::new(logits), pool.isa());
@@ -195,6 +222,9 @@ fn softmax(
             let probability = f64::from(row[label]) / sum;
             row_scale(isa, row, (f64::from(grad_scale) / sum) as f32);
             row[label] = (f64::from(grad_scale) * (probability - 1.0)) as f32;
+            if narrow {
+                row_narrow(isa, row);
+            }
         }
     });
 }
@@ -252,6 +282,23 @@ simd_fn! {
             }
         }
         total
+    }
+}
+
+simd_fn! {
+    /// Rounds a row to bf16, into the first half of its place.
+    fn row_narrow[S](s: S, row: &mut [f32]) {
+        let at = row.as_mut_ptr();
+        let whole = row.len() / S::LANES * S::LANES;
+        for i in (0..whole).step_by(S::LANES) {
+            // SAFETY: inside the row; a vector is read before the halves of vectors before it are overwritten.
+            unsafe { s.store_bf16(at.cast::<u16>().add(i), s.load(at.add(i))) };
+        }
+        for i in whole..row.len() {
+            let bits = bf16_bits(row[i]);
+            // SAFETY: as above.
+            unsafe { at.cast::<u16>().add(i).write(bits) };
+        }
     }
 }
 

@@ -19,6 +19,7 @@ pub mod linear;
 #[cfg(test)]
 mod linear_tests;
 pub mod lora;
+mod lora_split;
 pub mod loss;
 pub mod matmul;
 pub mod norm;

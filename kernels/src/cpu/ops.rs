@@ -27,7 +27,7 @@ pub fn workspace_bytes(shape: OpShape) -> usize {
     let bytes = match shape {
         OpShape::RmsNormBackward { rows, cols } => size_of::<f32>() * norm::workspace_elems(rows, cols),
         OpShape::LinearBackward { tokens, inputs, outputs } => linear::backward_workspace_bytes(tokens, inputs, outputs),
-        OpShape::Lora { tokens, inputs, outputs: _, rank, adapters } => lora::workspace_bytes(tokens, inputs, rank, adapters),
+        OpShape::Lora { tokens, inputs, outputs, rank, adapters } => lora::workspace_bytes(tokens, inputs, outputs, rank, adapters),
         OpShape::Attention { tokens, shape } => size_of::<f32>() * attention::workspace_elems(tokens, shape),
         OpShape::LinearCrossEntropy { tokens, hidden, vocab } => loss::workspace_bytes(tokens, hidden, vocab),
         OpShape::EmbeddingBackward { .. } => 0,
