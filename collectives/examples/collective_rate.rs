@@ -1,94 +1,84 @@
-//! How long does a collective take on this machine? Two ranks, as threads and as processes, called inline.
+//! How long does a collective take on this machine? Ranks as threads and as processes, alone and through streams.
 //!
 //! ```text
-//! cargo run --release -p zrt-collectives --example collective_rate
+//! cargo run --release -p zrt-collectives --example collective_rate [ranks] [f32|bf16|i32] [threads|processes]
 //! ```
 //!
-//! Prints the median time of one call and the bytes of the full length per second. The second rank of the process runs is
-//! this program again, with the argument `rank`.
+//! Prints what [`zrt_collectives::bench`] measures: one line per (operation, bytes). The other ranks of the process runs are this program
+//! again, told by the argument `rank`.
 
 use std::error::Error;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use zrt_collectives::bench::{Size, measure};
 use zrt_collectives::{Communicator, LocalComm, LocalGroup, LocalOptions, Secret, ServerOptions, TcpStore, TcpStoreServer};
-use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
-use zrt_kernels::{Category, DType, Device, Place};
+use zrt_kernels::DType;
 
-type Done = Result<(), Box<dyn Error + Send + Sync>>;
+type Done<T = ()> = Result<T, Box<dyn Error + Send + Sync>>;
 
-const RANKS: usize = 2;
-/// Bytes of the full length, and measured calls.
-const SIZES: [(usize, usize); 3] = [(1 << 10, 2000), (1 << 20, 200), (64 << 20, 11)];
-
-fn measure(comm: &dyn Communicator, kind: &str) -> Done {
-    let device = CpuDevice::new(CpuOptions { threads: 1, mode: Mode::Inline, ..CpuOptions::default() })?;
-    let s = device.stream("comm")?;
-    for (bytes, calls) in SIZES {
-        let whole = device.alloc("whole", bytes, Place::Device, Category::Slots)?.all(DType::F32)?;
-        let part = device.alloc("part", bytes / RANKS, Place::Device, Category::Slots)?.all(DType::F32)?;
-        // Touched before: the first call must not pay for the pages.
-        s.fill(&whole, 1.0)?;
-        s.fill(&part, 1.0)?;
-        let run = |op: &str| match op {
-            "all_reduce" => comm.all_reduce(&whole, op, &*s),
-            "all_gather" => comm.all_gather(&whole, &part, op, &*s),
-            _ => comm.reduce_scatter(&part, &whole, op, &*s),
-        };
-        for op in ["all_reduce", "all_gather", "reduce_scatter"] {
-            run(op)?;
-            comm.barrier("start", &*s)?;
-            let mut times = Vec::with_capacity(calls);
-            for _ in 0..calls {
-                let begun = Instant::now();
-                run(op)?;
-                times.push(begun.elapsed());
-            }
-            times.sort();
-            let median = times[calls / 2];
-            if comm.rank() == 0 {
-                let rate = bytes as f64 / median.as_secs_f64() / 1e9;
-                println!("{kind:9} {op:14} {:>8} KiB {:>10.1} us {rate:>7.2} GB/s", bytes >> 10, median.as_secs_f64() * 1e6);
-            }
-        }
+fn show(comm: &LocalComm, dtype: DType, kind: &str) -> Done {
+    let rates = measure(comm, dtype, &Size::USUAL)?;
+    for r in rates.iter().filter(|_| comm.rank() == 0) {
+        let name = format!("{kind} x{} {dtype}", comm.ranks());
+        println!(
+            "{name:18} {:14} {:>6} KiB {:>9.2} us {:>6.2} GB/s   stream {:>9.2} us   copy {:>9.2} us",
+            r.op,
+            r.bytes >> 10,
+            r.transport_us,
+            r.gb_per_s(),
+            r.stream_us,
+            r.copy_us
+        );
     }
     Ok(())
 }
 
-fn connect(secret: &Path, port: &str, rank: usize) -> Result<LocalComm, Box<dyn Error + Send + Sync>> {
+fn connect(secret: &Path, port: &str, rank: usize, ranks: usize) -> Done<LocalComm> {
     let address = ([127, 0, 0, 1], port.parse()?).into();
     let store = TcpStore::connect(address, Secret::read(secret)?, Duration::from_secs(10))?;
-    Ok(LocalComm::join(&store, rank, RANKS, options())?)
+    Ok(LocalComm::join(&store, rank, ranks, LocalOptions::default())?)
 }
 
-/// The optional last argument (first, or fourth of a rank) is the segment length in KiB.
-fn options() -> LocalOptions {
-    let args: Vec<String> = std::env::args().collect();
-    let place = if args.get(1).is_some_and(|a| a == "rank") { 4 } else { 1 };
-    let kib = args.get(place).and_then(|a| a.parse::<usize>().ok());
-    let usual = LocalOptions::default();
-    LocalOptions { segment_bytes: kib.map_or(usual.segment_bytes, |k| k << 10), ..usual }
-}
-
-fn main() -> Done {
-    let args: Vec<String> = std::env::args().collect();
-    if args.get(1).is_some_and(|a| a == "rank") {
-        return measure(&connect(Path::new(&args[2]), &args[3], 1)?, "processes");
-    }
-    let comms = LocalGroup::threads(RANKS, options())?;
+fn threads(ranks: usize, dtype: DType) -> Done {
+    let comms = LocalGroup::threads(ranks, LocalOptions::default())?;
     std::thread::scope(|scope| {
-        let handles: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || measure(&*comm, "threads"))).collect();
+        let handles: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || show(&comm, dtype, "threads"))).collect();
         handles.into_iter().try_for_each(|h| h.join().unwrap_or_else(|_| Err("a rank panicked".into())))
-    })?;
+    })
+}
 
+fn processes(ranks: usize, dtype: DType) -> Done {
     let file = std::env::temp_dir().join(format!("collective_rate.{}", std::process::id()));
     let server = TcpStoreServer::start(Secret::create(&file)?, ServerOptions::default())?;
     let port = server.address().port().to_string();
-    let mut rest = vec!["rank".to_string(), file.display().to_string(), port.clone()];
-    rest.extend(args.get(1).cloned());
-    let mut other = Command::new(std::env::current_exe()?).args(rest).spawn()?;
-    let measured = connect(&file, &port, 0).and_then(|comm| measure(&comm, "processes"));
+    let other = |rank: usize| {
+        let words = [ranks.to_string(), dtype.to_string(), "rank".into(), rank.to_string(), port.clone(), file.display().to_string()];
+        Command::new(std::env::current_exe()?).args(words).spawn()
+    };
+    let others = (1..ranks).map(other).collect::<Result<Vec<_>, _>>()?;
+    let measured = connect(&file, &port, 0, ranks).and_then(|comm| show(&comm, dtype, "processes"));
     let _ = std::fs::remove_file(&file);
-    other.wait()?;
+    for mut other in others {
+        other.wait()?;
+    }
     measured
+}
+
+fn main() -> Done {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let word = |i: usize| args.get(i).map(String::as_str);
+    let ranks = word(0).unwrap_or("2").parse()?;
+    let dtype = match word(1).unwrap_or("f32") {
+        "f32" => DType::F32,
+        "bf16" => DType::BF16,
+        "i32" => DType::I32,
+        other => return Err(format!("'{other}' has no sum; expected f32, bf16 or i32").into()),
+    };
+    match word(2) {
+        Some("rank") => show(&connect(Path::new(&args[5]), &args[4], args[3].parse()?, ranks)?, dtype, "processes"),
+        Some("threads") => threads(ranks, dtype),
+        Some("processes") => processes(ranks, dtype),
+        _ => threads(ranks, dtype).and_then(|()| processes(ranks, dtype)),
+    }
 }

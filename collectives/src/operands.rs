@@ -1,6 +1,7 @@
 //! What did a rank ask for, and do its operands fit? The checks, names and byte counts that every communicator shares.
 
 use crate::{Counts, Error, Result};
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use zrt_kernels::{DType, View, ViewMut};
@@ -36,20 +37,26 @@ impl Op {
 
 /// One collective as a rank issued it: what is compared between ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Call {
+pub(crate) struct Call<'t> {
     pub op: Op,
     pub dtype: DType,
     /// Elements of the longer operand: `ranks` parts where the collective has parts.
     pub elems: usize,
     /// Broadcast only; 0 elsewhere.
     pub root: usize,
-    pub tag: String,
+    /// Borrowed while the caller waits, owned while a stream holds it.
+    pub tag: Cow<'t, str>,
 }
 
-impl Call {
+impl Call<'_> {
     /// The whole length in bytes.
     pub fn bytes(&self) -> usize {
         self.elems * self.dtype.bytes()
+    }
+
+    /// The same call, kept beyond the caller's tag.
+    pub fn into_owned(self) -> Call<'static> {
+        Call { op: self.op, dtype: self.dtype, elems: self.elems, root: self.root, tag: Cow::Owned(self.tag.into_owned()) }
     }
 
     /// The name in traces and stream errors.
@@ -58,7 +65,7 @@ impl Call {
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for Call<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.op {
             Op::Barrier => write!(f, "barrier '{}'", self.tag),
@@ -112,29 +119,29 @@ impl Check {
         Ok(())
     }
 
-    pub fn all_gather(self, dst: &ViewMut, src: &View, tag: &str) -> Result<Call> {
+    pub fn all_gather<'t>(self, dst: &ViewMut, src: &View, tag: &'t str) -> Result<Call<'t>> {
         let op = Op::AllGather;
         self.same_type(op, tag, dst, src)?;
         self.parts(op, tag, ("dst", dst.elems()), ("src", src.elems()))?;
         self.overlap(op, tag, dst, src, src.span() == self.part(dst, src.bytes()), "src = this rank's part of dst")?;
-        Ok(Call { op, dtype: dst.dtype(), elems: dst.elems(), root: 0, tag: tag.to_string() })
+        Ok(Call { op, dtype: dst.dtype(), elems: dst.elems(), root: 0, tag: tag.into() })
     }
 
-    pub fn reduce_scatter(self, dst: &ViewMut, src: &View, tag: &str) -> Result<Call> {
+    pub fn reduce_scatter<'t>(self, dst: &ViewMut, src: &View, tag: &'t str) -> Result<Call<'t>> {
         let op = Op::ReduceScatter;
         self.same_type(op, tag, dst, src)?;
         self.summable(op, tag, src.dtype())?;
         self.parts(op, tag, ("src", src.elems()), ("dst", dst.elems()))?;
         self.overlap(op, tag, dst, src, dst.span() == self.part(src, dst.bytes()), "dst = this rank's part of src")?;
-        Ok(Call { op, dtype: src.dtype(), elems: src.elems(), root: 0, tag: tag.to_string() })
+        Ok(Call { op, dtype: src.dtype(), elems: src.elems(), root: 0, tag: tag.into() })
     }
 
-    pub fn all_reduce(self, data: &ViewMut, tag: &str) -> Result<Call> {
+    pub fn all_reduce<'t>(self, data: &ViewMut, tag: &'t str) -> Result<Call<'t>> {
         self.summable(Op::AllReduce, tag, data.dtype())?;
-        Ok(Call { op: Op::AllReduce, dtype: data.dtype(), elems: data.elems(), root: 0, tag: tag.to_string() })
+        Ok(Call { op: Op::AllReduce, dtype: data.dtype(), elems: data.elems(), root: 0, tag: tag.into() })
     }
 
-    pub fn all_to_all(self, dst: &ViewMut, src: &View, tag: &str) -> Result<Call> {
+    pub fn all_to_all<'t>(self, dst: &ViewMut, src: &View, tag: &'t str) -> Result<Call<'t>> {
         let op = Op::AllToAll;
         self.same_type(op, tag, dst, src)?;
         if dst.elems() != src.elems() || !dst.elems().is_multiple_of(self.ranks) {
@@ -143,18 +150,18 @@ impl Check {
             return self.fail(op, tag, what);
         }
         self.overlap(op, tag, dst, src, dst.span() == src.span(), "the same elements")?;
-        Ok(Call { op, dtype: dst.dtype(), elems: dst.elems(), root: 0, tag: tag.to_string() })
+        Ok(Call { op, dtype: dst.dtype(), elems: dst.elems(), root: 0, tag: tag.into() })
     }
 
-    pub fn broadcast(self, data: &ViewMut, root: usize, tag: &str) -> Result<Call> {
+    pub fn broadcast<'t>(self, data: &ViewMut, root: usize, tag: &'t str) -> Result<Call<'t>> {
         if root >= self.ranks {
             return self.fail(Op::Broadcast, tag, format!("root is {root}, expected a rank below {}", self.ranks));
         }
-        Ok(Call { op: Op::Broadcast, dtype: data.dtype(), elems: data.elems(), root, tag: tag.to_string() })
+        Ok(Call { op: Op::Broadcast, dtype: data.dtype(), elems: data.elems(), root, tag: tag.into() })
     }
 
-    pub fn barrier(self, tag: &str) -> Call {
-        Call { op: Op::Barrier, dtype: DType::U8, elems: 0, root: 0, tag: tag.to_string() }
+    pub fn barrier<'t>(self, tag: &'t str) -> Call<'t> {
+        Call { op: Op::Barrier, dtype: DType::U8, elems: 0, root: 0, tag: tag.into() }
     }
 
     /// The span of this rank's part of `long`.

@@ -29,6 +29,11 @@ fn sit_down(page: &Page) {
     let pid = std::process::id();
     page.pid.store(pid, Relaxed);
     page.start_time.store(monitor::start_time(pid).unwrap_or(0), Relaxed);
+    // Where the kernel does not say, all ranks count together as one core: they do not spin.
+    let cores = rustix::thread::sched_getaffinity(None).unwrap_or_else(|_| rustix::thread::CpuSet::new());
+    for core in (0..64 * page.cores.len()).filter(|core| cores.is_set(*core)) {
+        page.cores[core / 64].fetch_or(1 << (core % 64), Relaxed);
+    }
     page.joined.store(1, Release);
     ring(page);
 }

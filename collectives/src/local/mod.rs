@@ -1,11 +1,12 @@
 //! The communicator of one host: ranks as threads or as processes, through one piece of shared memory.
 //!
 //! Which file answers what: `shared` what lies in the memory; `join` how ranks come to share it; `wait` how one waits for
-//! another; `steps` the entry and the segments of a collective; `ops` what each collective moves; `monitor` who is alive;
-//! `lost` why the group ended; `pages` memory that all ranks map. This file holds the communicator: it numbers calls as they are issued
+//! another; `steps` the entry, mail and steps of a collective; `ops` what each collective moves; `copy` how bytes are stored; `monitor` who is alive;
+//! `lost` why the group ended; `pages` memory that all ranks map; `transport` calls without a stream. This file holds the communicator: it numbers calls as they are issued
 //! and runs them in that order, whatever streams they are on, so that all ranks agree on the sequence.
 #![allow(unsafe_code)]
 
+mod copy;
 mod join;
 mod lost;
 mod monitor;
@@ -13,16 +14,18 @@ mod ops;
 mod pages;
 mod shared;
 mod steps;
+mod transport;
 mod wait;
 
 pub use join::LocalGroup;
+pub use transport::Transport;
 
 use crate::operands::{Call, Check, Counters};
 use crate::store::Store;
 use crate::{Communicator, Counts, Error, Health, Result};
 use ops::Operands;
 use shared::{Page, Shared};
-use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use steps::Pass;
@@ -40,10 +43,11 @@ pub struct LocalOptions {
     pub train_timeout: Duration,
     /// Time without a sign of life after which a process counts as lost (stopped, or its host is far too busy). At least 0.5 s.
     pub heartbeat_timeout: Duration,
-    /// Bytes of a staging slot; each rank has two. Longer messages travel in segments of this length. Much more than 1 MiB is slower:
-    /// what one rank writes should still be in the cache when the other reads it.
+    /// Bytes of a staging slot; each rank has two. Messages above 2 KiB travel in pieces of at most this length, or 64 KiB while every rank can
+    /// have a core; a piece of a reduce_scatter or an all_to_all takes its length for every rank.
     pub segment_bytes: usize,
-    /// Looks at a counter before sleeping on it; only used while every rank can have a core.
+    /// Looks at a rank's entry before sleeping on it; its steps get 16 times as many. Only used while every rank can have a core: the cores
+    /// that the ranks' processes may run on, counted when they meet.
     pub spin: u32,
     /// Whether `share_pages` shares, or returns `None`.
     pub share_pages: bool,
@@ -86,8 +90,16 @@ struct Seat {
     group: Arc<Group>,
     rank: usize,
     spin: u32,
-    /// The sequence number whose turn it is, and this rank's first error.
-    turn: Mutex<(u64, Option<Error>)>,
+    /// More ranks than cores; the same on all ranks.
+    crowded: bool,
+    /// The sequence number whose turn it is.
+    turn: AtomicU64,
+    /// Threads that wait for another's turn to end; nobody to wake costs no system call.
+    queued: AtomicU32,
+    /// Whether `error` is set, to be seen without the lock.
+    failed: AtomicBool,
+    /// This rank's first error.
+    error: Mutex<Option<Error>>,
     turned: Condvar,
 }
 
@@ -100,9 +112,19 @@ impl Drop for Seat {
 
 impl Seat {
     fn new(group: Arc<Group>, rank: usize) -> Seat {
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let spin = if group.shared.ranks <= cores { group.options.spin } else { 0 };
-        Seat { group, rank, spin, turn: Mutex::new((1, None)), turned: Condvar::new() }
+        let crowded = group.shared.ranks > group.shared.cores();
+        let spin = if crowded { 0 } else { group.options.spin };
+        Seat {
+            group,
+            rank,
+            spin,
+            crowded,
+            turn: AtomicU64::new(1),
+            queued: AtomicU32::new(0),
+            failed: AtomicBool::new(false),
+            error: Mutex::new(None),
+            turned: Condvar::new(),
+        }
     }
 
     fn shared(&self) -> &Shared {
@@ -117,47 +139,62 @@ impl Seat {
         self.shared().page(self.rank)
     }
 
-    fn turn(&self) -> MutexGuard<'_, (u64, Option<Error>)> {
-        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    fn first_error(&self) -> MutexGuard<'_, Option<Error>> {
+        self.error.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// This rank's own first error, else the group's.
     fn error(&self) -> Option<Error> {
-        let own = self.turn().1.clone();
+        let own = if self.failed.load(Acquire) { self.first_error().clone() } else { None };
         own.or_else(|| self.shared().header().lost.get(self.rank, None))
     }
 
     /// Ends the group for `error`, if nothing ended it before. Returns what this rank reports from now on.
     fn lose(&self, error: Error) -> Error {
         end_group(self.shared(), self.rank, &error);
-        let first = self.turn().1.get_or_insert(error).clone();
+        let first = self.first_error().get_or_insert(error).clone();
+        self.failed.store(true, Release);
         self.turned.notify_all();
         first
     }
 
     /// Runs `work` as number `sequence`, after all earlier numbers of this rank.
     fn in_turn<T>(&self, sequence: u64, call: &Call, work: impl FnOnce(&Pass) -> Result<T>) -> Result<T> {
-        let mut turn = self.turn();
-        loop {
-            if let Some(error) = &turn.1 {
-                return Err(error.clone());
+        if self.failed.load(Acquire) || self.turn.load(Acquire) != sequence {
+            self.await_turn(sequence, call)?;
+        }
+        let done = work(&Pass::new(self, sequence, call)).map_err(|error| self.lose(error));
+        // SeqCst here and in `await_turn`: either this sees who waits, or who waits sees its turn.
+        self.turn.store(sequence + 1, SeqCst);
+        if self.queued.load(SeqCst) != 0 {
+            // Under the lock: who has just looked is asleep by now.
+            let _error = self.first_error();
+            self.turned.notify_all();
+        }
+        done
+    }
+
+    fn await_turn(&self, sequence: u64, call: &Call) -> Result<()> {
+        let mut error = self.first_error();
+        self.queued.fetch_add(1, SeqCst);
+        let outcome = loop {
+            if let Some(error) = &*error {
+                break Err(error.clone());
             }
-            if turn.0 == sequence {
-                break;
+            if self.turn.load(SeqCst) == sequence {
+                break Ok(());
             }
             if self.shared().header().lost.is_set() {
-                drop(turn);
+                drop(error);
+                self.queued.fetch_sub(1, SeqCst);
                 let what = format!("#{sequence} {call}");
-                let error = self.shared().header().lost.get(self.rank, Some((&what, 0)));
-                return Err(self.lose(error.unwrap_or_else(|| Error::Rendezvous("the group is lost".to_string()))));
+                let lost = self.shared().header().lost.get(self.rank, Some((&what, 0)));
+                return Err(self.lose(lost.unwrap_or_else(|| Error::Rendezvous("the group is lost".to_string()))));
             }
-            turn = self.turned.wait_timeout(turn, SLICE).unwrap_or_else(|e| e.into_inner()).0;
-        }
-        drop(turn);
-        let done = work(&Pass::new(self, sequence, call)).map_err(|error| self.lose(error));
-        self.turn().0 = sequence + 1;
-        self.turned.notify_all();
-        done
+            error = self.turned.wait_timeout(error, SLICE).unwrap_or_else(|e| e.into_inner()).0;
+        };
+        self.queued.fetch_sub(1, SeqCst);
+        outcome
     }
 }
 
@@ -172,7 +209,7 @@ fn end_group(shared: &Shared, by: usize, error: &Error) {
 struct Ticket {
     seat: Arc<Seat>,
     sequence: u64,
-    call: Call,
+    call: Call<'static>,
     ran: bool,
 }
 
@@ -235,6 +272,11 @@ impl LocalComm {
         join::processes(store, rank, ranks, options)
     }
 
+    /// The same collectives without a stream: each is done when the call returns.
+    pub fn transport(&self) -> Transport<'_> {
+        Transport(self)
+    }
+
     fn enqueue(&self, call: Call, src: Option<&View>, dst: Option<&ViewMut>, s: &dyn Stream) -> Result<()> {
         if let Some(error) = self.seat.error() {
             return Err(error);
@@ -243,7 +285,7 @@ impl LocalComm {
         self.counters.add(&call, self.check.ranks);
         let name = call.task_name();
         let sequence = self.next.fetch_add(1, Relaxed);
-        let mut ticket = Ticket { seat: self.seat.clone(), sequence, call, ran: false };
+        let mut ticket = Ticket { seat: self.seat.clone(), sequence, call: call.into_owned(), ran: false };
         let pinned = Pinned { operands, _views: (src.cloned(), dst.cloned()) };
         let (stream, task) = (s.name().to_string(), name.clone());
         let run = move || {
@@ -255,7 +297,7 @@ impl LocalComm {
         let (reads, writes) = (src.into_iter().cloned().collect(), dst.into_iter().cloned().collect());
         s.host(HostTask { name: name.into(), reads, writes, run: Box::new(run) }).map_err(|error| {
             // An inline stream has run it already, and a failed one has dropped it: say what happened in the group.
-            self.seat.turn().1.clone().unwrap_or(Error::Device(error))
+            self.seat.first_error().clone().unwrap_or(Error::Device(error))
         })
     }
 
@@ -265,7 +307,7 @@ impl LocalComm {
             Some(view) => view.host_ptr().ok_or_else(|| Error::Operand {
                 rank: self.check.rank,
                 op: call.op.name(),
-                tag: call.tag.clone(),
+                tag: call.tag.to_string(),
                 what: format!("{view:?} is not in host memory; expected memory of the CPU device"),
             }),
         };

@@ -138,9 +138,9 @@ fn look(shared: &Shared, rank: usize, others: &mut [Watched], timeout: Duration)
         let dead = other.pidfd.is_some() && ended.next().unwrap_or(false);
         if let Some((state, secs)) = other.trouble(shared, dead, timeout) {
             let page = shared.page(rank);
-            let what = match page.progress.completed.load(Acquire) {
-                done if page.progress.arrived.load(Acquire) == done as u32 => format!("between collectives, after #{done}"),
-                done => page.descriptor(done + 1).get().map_or("a collective".to_string(), |c| format!("#{} {c}", done + 1)),
+            let what = match page.completed.load(Acquire) {
+                done if page.arrived.load(Acquire) == done as u32 => format!("between collectives, after #{done}"),
+                done => page.letter(done + 1).call().map_or("a collective".to_string(), |c| format!("#{} {c}", done + 1)),
             };
             return end_group(shared, rank, &Error::Timeout { rank, what, culprit: other.rank, state, secs });
         }

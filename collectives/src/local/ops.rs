@@ -1,14 +1,19 @@
-//! What does each collective move in a step? Every function here maps a collective onto fill and take of staging slots.
+//! What does each collective move? Every function here maps a collective onto mail, or onto fill and take of staging slots.
 //!
-//! A slot holds either one piece of a rank's data (all_gather, broadcast, short all_reduce) or one piece for every rank
-//! (reduce_scatter, all_to_all, long all_reduce). The operands are the rank's own memory, the slots are shared.
+//! A slot holds either one piece of a rank's data (all_gather, broadcast, all_reduce of two ranks) or one piece for every rank
+//! (reduce_scatter, all_to_all, all_reduce of more). What a rank has itself it never stages: it is read where it lies. The operands are
+//! the rank's own memory, slots and mail are shared.
 #![allow(unsafe_code)]
 
-use super::steps::Pass;
+use super::copy::{Store, copy};
+use super::shared::{MAIL_BYTES, MAIL_LINES};
+use super::steps::{Pass, TURN_BYTES};
 use crate::Result;
 use crate::operands::Op;
 use crate::tree::{self, Leaf};
 use half::bf16;
+use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
 use zrt_kernels::DType;
 
 /// The operands' addresses, in this rank's memory. For calls in place both are the same.
@@ -18,16 +23,32 @@ pub(super) struct Operands {
     pub src: *const u8,
 }
 
-/// An all_reduce of at most this many bytes is summed whole by every rank: one meeting instead of two.
-const WHOLE_BYTES: usize = 16 << 10;
+/// A result of at least this many bytes does not stay in a cache of today's cores anyway: it is stored around them.
+const STREAM_BYTES: usize = 8 << 20;
+/// The longest piece while every rank has a core. The first piece is staged before anything can be taken, so short is good; a step
+/// costs a trip between cores, so it should take much longer than that. Ranks that share cores use the whole slot: there a step costs a switch.
+const PIECE_BYTES: usize = 64 << 10;
+/// Lines of mail that are summed at a time, and their bytes: a whole number of elements of every type.
+const BLOCK_LINES: usize = 8;
+const BLOCK_BYTES: usize = BLOCK_LINES * MAIL_BYTES;
 
-/// Copies within checked bounds.
-///
-/// # Safety
-/// `bytes` bytes must be valid at both addresses, disjoint, and not written by others meanwhile.
-unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize) {
-    // SAFETY: by the contract above.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) }
+/// A block of a peer's mail.
+#[repr(C, align(64))]
+struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
+
+/// Where a turn's sums are made before they go to their place: in the first-level cache, apart from all operands. So the inner loops
+/// know that nothing overlaps, also in place, and the result can be streamed.
+#[repr(C, align(64))]
+struct Scratch<const BYTES: usize>(UnsafeCell<[u8; BYTES]>);
+
+impl<const BYTES: usize> Scratch<BYTES> {
+    fn new() -> Self {
+        Scratch(UnsafeCell::new([0; BYTES]))
+    }
+    /// The address, and the bytes there.
+    fn at(&self) -> (*mut u8, usize) {
+        (self.0.get().cast(), BYTES)
+    }
 }
 
 impl Pass<'_> {
@@ -36,14 +57,20 @@ impl Pass<'_> {
     /// # Safety
     /// The operands must be valid for those lengths and, until this returns, used by nobody else.
     pub unsafe fn perform(&self, operands: Operands) -> Result<()> {
+        let (bytes, ranks) = (self.call.bytes(), self.ranks());
+        let part = bytes / ranks;
+        let fits = |bytes: usize, parts: usize| parts * bytes.div_ceil(MAIL_BYTES) <= MAIL_LINES;
         match self.call.op {
+            Op::AllGather if fits(part, 1) => self.mail_gather(operands, part),
             Op::AllGather => self.all_gather(operands),
+            Op::ReduceScatter if fits(part, ranks - 1) => self.mail_scatter(operands, part),
             Op::ReduceScatter => self.reduce_scatter(operands),
-            Op::AllReduce if self.ranks() <= 2 || self.call.bytes() <= WHOLE_BYTES => self.all_reduce_whole(operands),
+            Op::AllReduce if fits(bytes, 1) => self.mail_reduce(operands, bytes),
+            Op::AllReduce if ranks <= 2 => self.all_reduce_whole(operands),
             Op::AllReduce => self.all_reduce_parts(operands),
             Op::AllToAll => self.all_to_all(operands),
             Op::Broadcast => self.broadcast(operands),
-            Op::Barrier | Op::SharePages => self.run(0, &|_| {}, &|_| {}),
+            Op::Barrier | Op::SharePages => self.run(0, &|_| 0, &|_, _| {}, &|_, _| {}),
         }
     }
 
@@ -51,108 +78,245 @@ impl Pass<'_> {
         self.seat.shared().ranks
     }
 
+    /// How the result is stored.
+    fn result(&self) -> Store {
+        if self.call.bytes() >= STREAM_BYTES { Store::Streamed } else { Store::Cached }
+    }
+
     /// (bytes per piece, pieces) to move `bytes` with `per_slot` pieces in a slot. Pieces end at cache lines, so that
     /// elements are never cut and slices of a slot are aligned.
     fn pieces(&self, bytes: usize, per_slot: usize) -> (usize, usize) {
-        let piece = (self.seat.shared().segment_bytes / per_slot) & !63;
+        let slot = self.seat.shared().segment_bytes / per_slot;
+        let piece = if self.seat.crowded { slot } else { slot.min(PIECE_BYTES) } & !63;
         (piece, bytes.div_ceil(piece))
+    }
+
+    /// Posts `bytes` bytes in lines from `first` on.
+    ///
+    /// # Safety
+    /// `src` valid for `bytes`; lines within the letter; inside `exchange`'s `post`.
+    unsafe fn post(&self, first: usize, src: *const u8, bytes: usize) {
+        for (line, at) in (0..bytes).step_by(MAIL_BYTES).enumerate() {
+            // SAFETY: by the contract.
+            unsafe { self.letter().line(first + line).post(src.add(at), MAIL_BYTES.min(bytes - at), self.sequence) }
+        }
+    }
+
+    /// Takes `bytes` bytes of `peer`'s lines from `first` on.
+    ///
+    /// # Safety
+    /// `dst` valid for `bytes`; inside `exchange`'s `take`, for lines that `peer` posts.
+    unsafe fn collect(&self, dst: *mut u8, peer: usize, first: usize, bytes: usize) -> Result<()> {
+        for (line, at) in (0..bytes).step_by(MAIL_BYTES).enumerate() {
+            let line = self.line(peer, first + line)?;
+            // SAFETY: by the contract; the line has arrived.
+            unsafe { line.take(dst.add(at), MAIL_BYTES.min(bytes - at)) }
+        }
+        Ok(())
+    }
+
+    fn mail_gather(&self, at: Operands, part: usize) -> Result<()> {
+        // SAFETY (both): parts of dst are `part` bytes, and so is src.
+        self.exchange(&|| unsafe { self.post(0, at.src, part) }, &|| {
+            self.peers().try_for_each(|peer| unsafe { self.collect(at.dst.add(peer * part), peer, 0, part) })
+        })?;
+        // SAFETY: as the contract of `perform`.
+        unsafe { self.keep_own(at, part) };
+        Ok(())
+    }
+
+    /// The own part of an all_gather: src itself, or apart from it.
+    ///
+    /// # Safety
+    /// As of [`Pass::perform`].
+    unsafe fn keep_own(&self, at: Operands, part: usize) {
+        // SAFETY: dst has a part of `part` bytes for every rank.
+        unsafe {
+            let own = at.dst.add(self.seat.rank * part);
+            if own.cast_const() != at.src {
+                copy(own, at.src, part, Store::Cached);
+            }
+        }
+    }
+
+    fn mail_scatter(&self, at: Operands, part: usize) -> Result<()> {
+        let rank = self.seat.rank;
+        let lines = part.div_ceil(MAIL_BYTES);
+        // Lines of the ranks but the own.
+        let first = |from: usize, to: usize| (to - (to > from) as usize) * lines;
+        // SAFETY (both): src has a part of `part` bytes for every rank; dst has one, in place the own part of src.
+        self.exchange(&|| self.peers().for_each(|to| unsafe { self.post(first(rank, to), at.src.add(to * part), part) }), &|| unsafe {
+            self.mail_sum(at.dst, at.src.add(rank * part), part, |from| first(from, rank))
+        })
+    }
+
+    fn mail_reduce(&self, at: Operands, bytes: usize) -> Result<()> {
+        // SAFETY (both): the data has `bytes` bytes; it is overwritten after it was posted.
+        self.exchange(&|| unsafe { self.post(0, at.src, bytes) }, &|| unsafe { self.mail_sum(at.dst, at.src, bytes, |_| 0) })
+    }
+
+    /// `dst` = tree sum of `own` and what the peers posted from line `first(peer)` on.
+    ///
+    /// # Safety
+    /// As of [`Pass::collect`], for all peers; `own` is `dst` or apart from it.
+    unsafe fn mail_sum(&self, dst: *mut u8, own: *const u8, bytes: usize, first: impl Fn(usize) -> usize) -> Result<()> {
+        let mut blocks = [const { Block(MaybeUninit::uninit()) }; tree::MAX_RANKS];
+        let scratch = Scratch::<BLOCK_BYTES>::new();
+        for (block, at) in (0..bytes).step_by(BLOCK_BYTES).enumerate() {
+            let here = BLOCK_BYTES.min(bytes - at);
+            for peer in self.peers() {
+                // SAFETY: a block of scratch per rank; lines of this block.
+                unsafe { self.collect(blocks[peer].0.as_mut_ptr().cast(), peer, first(peer) + block * BLOCK_LINES, here)? };
+            }
+            let leaf = |peer: usize| blocks[peer].0.as_ptr().cast();
+            // SAFETY: blocks are filled as far as `here`.
+            unsafe { self.sum(dst.add(at), own.add(at), here, Store::Cached, scratch.at(), &leaf) };
+        }
+        Ok(())
     }
 
     fn all_gather(&self, at: Operands) -> Result<()> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, 1);
-        let length = |k: usize| piece.min(part - k * piece);
+        let store = self.result();
+        // SAFETY: the own part of dst has `part` bytes.
+        let own = unsafe { at.dst.add(rank * part) };
         // SAFETY (both closures): piece k lies within a part of `part` bytes and within a slot; the step protocol gives the
         // slot to this rank in `fill` and to its readers in `take`.
-        self.run(steps, &|k| unsafe { copy(self.slot(rank, k), at.src.add(k * piece), length(k)) }, &|k| {
-            for peer in (0..ranks).filter(|p| *p != rank) {
-                unsafe { copy(at.dst.add(peer * part + k * piece), self.slot(peer, k), length(k)) }
-            }
-        })?;
-        // SAFETY: the own part of dst has `part` bytes; it is src itself, or apart from it.
-        unsafe {
-            let own = at.dst.add(rank * part);
-            if own.cast_const() != at.src {
-                copy(own, at.src, part);
-            }
-        }
-        Ok(())
+        self.run(
+            steps,
+            &|k| piece.min(part - k * piece),
+            &|k, b| unsafe {
+                copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed);
+                // Here, while it is in the cache. In place there is nothing to do.
+                if own.cast_const() != at.src {
+                    copy(own.add(k * piece + b.start), at.src.add(k * piece + b.start), b.len(), store);
+                }
+            },
+            &|k, b| {
+                for peer in self.peers() {
+                    unsafe { copy(at.dst.add(peer * part + k * piece + b.start), self.slot(peer, k).add(b.start), b.len(), store) }
+                }
+            },
+        )
     }
 
     fn reduce_scatter(&self, at: Operands) -> Result<()> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, ranks);
-        let length = |k: usize| piece.min(part - k * piece);
+        let scratch = Scratch::<TURN_BYTES>::new();
         self.run(
             steps,
-            &|k| {
-                for to in 0..ranks {
+            &|k| piece.min(part - k * piece),
+            &|k, b| {
+                for to in self.peers() {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k).add(to * piece), at.src.add(to * part + k * piece), length(k)) }
+                    unsafe {
+                        let slot = self.slot(rank, k).add(to * piece + b.start);
+                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Streamed)
+                    }
                 }
             },
-            // SAFETY: sub-slot `rank` of every rank is filled; piece k of dst is ours, and the slots never overlap it.
-            &|k| unsafe { self.sum(at.dst.add(k * piece), k, rank * piece, length(k)) },
+            // SAFETY: sub-slot `rank` of every other rank is filled; piece k of dst is ours, in place it is the own part of src.
+            &|k, b| unsafe {
+                let own = at.src.add(rank * part + k * piece + b.start);
+                let leaf = |peer: usize| self.slot(peer, k).add(rank * piece + b.start).cast_const();
+                self.sum(at.dst.add(k * piece + b.start), own, b.len(), self.result(), scratch.at(), &leaf)
+            },
         )
     }
 
-    /// Sums the bytes `[offset, offset + bytes)` of all ranks' slots of step `k` into `dst`, in the tree's order.
+    /// `dst` = tree sum of `own` and the peers' `leaf(peer)`, at most a turn of `bytes` bytes.
     ///
     /// # Safety
-    /// The slots must be filled, and `dst` valid for `bytes` bytes and apart from them.
-    unsafe fn sum(&self, dst: *mut u8, k: usize, offset: usize, bytes: usize) {
+    /// All must be valid for `bytes` bytes; `own` is `dst` or apart from it, the leaves are apart from both.
+    unsafe fn sum(
+        &self,
+        dst: *mut u8,
+        own: *const u8,
+        bytes: usize,
+        store: Store,
+        scratch: (*mut u8, usize),
+        leaf: &dyn Fn(usize) -> *const u8,
+    ) {
         // SAFETY (all arms): passed on; the element type is the call's.
         match self.call.dtype {
-            DType::F32 => unsafe { self.sum_as::<f32>(dst, k, offset, bytes) },
-            DType::BF16 => unsafe { self.sum_as::<bf16>(dst, k, offset, bytes) },
-            DType::I32 => unsafe { self.sum_as::<i32>(dst, k, offset, bytes) },
+            DType::F32 => unsafe { self.sum_as::<f32>(dst, own, bytes, store, scratch, leaf) },
+            DType::BF16 => unsafe { self.sum_as::<bf16>(dst, own, bytes, store, scratch, leaf) },
+            DType::I32 => unsafe { self.sum_as::<i32>(dst, own, bytes, store, scratch, leaf) },
             DType::U8 => {}
         }
     }
 
     /// # Safety
-    /// As [`Pass::sum`].
-    unsafe fn sum_as<E: Leaf>(&self, dst: *mut u8, k: usize, offset: usize, bytes: usize) {
-        let elems = bytes / size_of::<E>();
-        // SAFETY: slots and offsets are multiples of a cache line, so aligned; operands are aligned by their view.
-        let leaf = |rank: usize| unsafe { std::slice::from_raw_parts(self.slot(rank, k).add(offset) as *const E, elems) };
-        let mut leaves = [&[][..]; tree::MAX_RANKS];
-        let leaves = &mut leaves[..self.ranks()];
-        for (rank, slice) in leaves.iter_mut().enumerate() {
-            *slice = leaf(rank);
+    /// As of [`Pass::sum`].
+    unsafe fn sum_as<E: Leaf>(
+        &self,
+        dst: *mut u8,
+        own: *const u8,
+        bytes: usize,
+        store: Store,
+        scratch: (*mut u8, usize),
+        leaf: &dyn Fn(usize) -> *const u8,
+    ) {
+        debug_assert!(bytes <= scratch.1);
+        let (rank, ranks, elems) = (self.seat.rank, self.ranks(), bytes / size_of::<E>());
+        // SAFETY: a turn of bytes, aligned to a line; nobody else uses it during this call.
+        let sums = unsafe { std::slice::from_raw_parts_mut(scratch.0.cast::<E>(), elems) };
+        // SAFETY: slots and turns are multiples of a cache line, so aligned; operands are aligned by their view.
+        let slice = |r: usize| unsafe { std::slice::from_raw_parts(if r == rank { own } else { leaf(r) }.cast::<E>(), elems) };
+        match ranks {
+            1 => tree::sum(sums, &[slice(0)]),
+            2 => tree::sum(sums, &[slice(0), slice(1)]),
+            _ => {
+                let mut leaves = [&[][..]; tree::MAX_RANKS];
+                let leaves = &mut leaves[..ranks];
+                for (r, leaf) in leaves.iter_mut().enumerate() {
+                    *leaf = slice(r);
+                }
+                tree::sum(sums, leaves);
+            }
         }
-        // SAFETY: dst is valid for these elements and nobody else uses it, by the contract of `perform`.
-        tree::sum(unsafe { std::slice::from_raw_parts_mut(dst as *mut E, elems) }, leaves);
+        // SAFETY: dst is valid for these bytes and nobody else uses it, by the contract of `perform`.
+        unsafe { copy(dst, scratch.0, bytes, store) };
     }
 
     fn all_reduce_whole(&self, at: Operands) -> Result<()> {
+        let rank = self.seat.rank;
         let bytes = self.call.bytes();
         let (piece, steps) = self.pieces(bytes, 1);
-        let length = |k: usize| piece.min(bytes - k * piece);
+        let scratch = Scratch::<TURN_BYTES>::new();
         self.run(
             steps,
+            &|k| piece.min(bytes - k * piece),
             // SAFETY: piece k of the data, and the own slot, which is ours in `fill`. Sums of piece k are written after it was copied.
-            &|k| unsafe { copy(self.slot(self.seat.rank, k), at.src.add(k * piece), length(k)) },
-            // SAFETY: the slots are filled; piece k of the data is ours.
-            &|k| unsafe { self.sum(at.dst.add(k * piece), k, 0, length(k)) },
+            &|k, b| unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed) },
+            // SAFETY: the slots are filled; piece k of the data is ours. It was read just now, so its lines are in the cache.
+            &|k, b| unsafe {
+                let data = at.dst.add(k * piece + b.start);
+                self.sum(data, data, b.len(), Store::Cached, scratch.at(), &|peer| self.slot(peer, k).add(b.start))
+            },
         )
     }
 
-    /// Each rank sums its share of every segment, then all collect the shares. Segment m is filled at step `2m - 1` (0 for the first) and
-    /// its sums are filled at step `2m + 2`, after the sums were taken at step `2m - 1` and before step `2m + 3` is taken:
-    /// filling runs one step ahead.
+    /// Each rank sums its share of every segment, then all collect the shares. A segment has a share per rank, each but the last `piece`
+    /// long. Segment m is filled at step `2m - 1` (0 for the first) and its sums are filled at step `2m + 2`, after the sums were taken
+    /// at step `2m - 1` and before step `2m + 3` is taken: filling runs one step ahead.
     fn all_reduce_parts(&self, at: Operands) -> Result<()> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let bytes = self.call.bytes();
-        let (segment, segments) = self.pieces(bytes, 1);
-        let length = |m: usize| segment.min(bytes - m * segment);
-        // A segment's shares end at cache lines; the last ones of a short segment may be empty.
-        let share = |m: usize, r: usize| {
-            let each = length(m).div_ceil(ranks).next_multiple_of(64);
-            let start = (r * each).min(length(m));
-            (start, (start + each).min(length(m)) - start)
+        let (full, _) = self.pieces(bytes, ranks);
+        let segment = full * ranks;
+        let segments = bytes.div_ceil(segment);
+        // A segment's shares end at cache lines; the last ones of a short segment may be short or empty.
+        let share = |m: usize| (segment.min(bytes - m * segment)).div_ceil(ranks).next_multiple_of(64);
+        // Bytes `b` of rank r's share of segment m, as (start in the data, start in the share, bytes).
+        let place = |m: usize, r: usize, b: &std::ops::Range<usize>| {
+            let start = m * segment + r * share(m);
+            let end = (start + b.end).min(bytes).min((m + 1) * segment);
+            (start + b.start, b.start, end.saturating_sub(start + b.start))
         };
         enum Step {
             Data(usize),
@@ -166,29 +330,57 @@ impl Pass<'_> {
             _ => Step::Idle,
         };
         let steps = if segments == 0 { 0 } else { 2 * segments + 1 };
+        let scratch = Scratch::<TURN_BYTES>::new();
         self.run(
             steps,
             &|k| match kind(k) {
-                // SAFETY: segment m of the data; the own slot is ours in `fill`.
-                Step::Data(m) => unsafe { copy(self.slot(rank, k), at.src.add(m * segment), length(m)) },
+                Step::Data(m) | Step::Sums(m) => share(m),
+                Step::Idle => 0,
+            },
+            &|k, b| match kind(k) {
+                Step::Data(m) => {
+                    for to in self.peers() {
+                        let (data, within, bytes) = place(m, to, &b);
+                        // SAFETY: the share of `to` of segment m; sub-slot `to` of the own slot, which is ours in `fill`.
+                        unsafe {
+                            if bytes > 0 {
+                                copy(self.slot(rank, k).add(to * full + within), at.src.add(data), bytes, Store::Streamed)
+                            }
+                        }
+                    }
+                }
                 Step::Sums(m) => {
-                    let (start, bytes) = share(m, rank);
+                    let (data, within, bytes) = place(m, rank, &b);
                     // SAFETY: the own share of segment m, summed at an earlier step; the own slot is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k), at.dst.add(m * segment + start), bytes) }
+                    unsafe {
+                        if bytes > 0 {
+                            copy(self.slot(rank, k).add(within), at.dst.add(data), bytes, Store::Streamed)
+                        }
+                    }
                 }
                 Step::Idle => {}
             },
-            &|k| match kind(k) {
+            &|k, b| match kind(k) {
                 Step::Data(m) => {
-                    let (start, bytes) = share(m, rank);
-                    // SAFETY: the slots are filled; the own share of segment m was copied to the slot before, so it may be overwritten.
-                    unsafe { self.sum(at.dst.add(m * segment + start), k, start, bytes) }
+                    let (data, within, bytes) = place(m, rank, &b);
+                    // SAFETY: the slots are filled; the own share of segment m is nobody else's.
+                    unsafe {
+                        if bytes > 0 {
+                            let data = at.dst.add(data);
+                            let leaf = |peer: usize| self.slot(peer, k).add(rank * full + within).cast_const();
+                            self.sum(data, data, bytes, Store::Cached, scratch.at(), &leaf)
+                        }
+                    }
                 }
                 Step::Sums(m) => {
-                    for peer in (0..ranks).filter(|p| *p != rank) {
-                        let (start, bytes) = share(m, peer);
-                        // SAFETY: the peer's share of segment m; its slot is filled.
-                        unsafe { copy(at.dst.add(m * segment + start), self.slot(peer, k), bytes) }
+                    for peer in self.peers() {
+                        let (data, within, bytes) = place(m, peer, &b);
+                        // SAFETY: the peer's share of segment m, which was copied to the slot before; its slot is filled.
+                        unsafe {
+                            if bytes > 0 {
+                                copy(at.dst.add(data), self.slot(peer, k).add(within), bytes, self.result())
+                            }
+                        }
                     }
                 }
                 Step::Idle => {}
@@ -200,27 +392,32 @@ impl Pass<'_> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, ranks);
-        let length = |k: usize| piece.min(part - k * piece);
-        let others = || (0..ranks).filter(move |p| *p != rank);
         self.run(
             steps,
-            &|k| {
-                for to in others() {
+            &|k| piece.min(part - k * piece),
+            &|k, b| {
+                for to in self.peers() {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k).add(to * piece), at.src.add(to * part + k * piece), length(k)) }
+                    unsafe {
+                        let slot = self.slot(rank, k).add(to * piece + b.start);
+                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Streamed)
+                    }
                 }
             },
-            &|k| {
-                for from in others() {
+            &|k, b| {
+                for from in self.peers() {
                     // SAFETY: sub-slot `rank` of the sender is filled. In place, piece k of src was copied away before.
-                    unsafe { copy(at.dst.add(from * part + k * piece), self.slot(from, k).add(rank * piece), length(k)) }
+                    unsafe {
+                        let slot = self.slot(from, k).add(rank * piece + b.start);
+                        copy(at.dst.add(from * part + k * piece + b.start), slot, b.len(), self.result())
+                    }
                 }
             },
         )?;
         // SAFETY: the own part, unless both operands are the same memory.
         unsafe {
             if at.dst.cast_const() != at.src {
-                copy(at.dst.add(rank * part), at.src.add(rank * part), part);
+                copy(at.dst.add(rank * part), at.src.add(rank * part), part, Store::Cached);
             }
         }
         Ok(())
@@ -230,19 +427,19 @@ impl Pass<'_> {
         let (rank, root) = (self.seat.rank, self.call.root);
         let bytes = self.call.bytes();
         let (piece, steps) = self.pieces(bytes, 1);
-        let length = |k: usize| piece.min(bytes - k * piece);
         self.run(
             steps,
-            &|k| {
+            &|k| piece.min(bytes - k * piece),
+            &|k, b| {
                 if rank == root {
                     // SAFETY: piece k of the data; the own slot is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k), at.src.add(k * piece), length(k)) }
+                    unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed) }
                 }
             },
-            &|k| {
+            &|k, b| {
                 if rank != root {
                     // SAFETY: the root's slot is filled; piece k of the data is ours.
-                    unsafe { copy(at.dst.add(k * piece), self.slot(root, k), length(k)) }
+                    unsafe { copy(at.dst.add(k * piece + b.start), self.slot(root, k).add(b.start), b.len(), self.result()) }
                 }
             },
         )

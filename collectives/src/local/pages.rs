@@ -45,7 +45,7 @@ fn check_memory(name: &str, bytes: usize) -> Result<()> {
 }
 
 pub(super) fn share(seat: &Seat, sequence: u64, name: &str, bytes: usize) -> Result<Buffer> {
-    let call = Call { op: Op::SharePages, dtype: DType::U8, elems: bytes, root: 0, tag: name.to_string() };
+    let call = Call { op: Op::SharePages, dtype: DType::U8, elems: bytes, root: 0, tag: name.into() };
     let mapped = seat.in_turn(sequence, &call, |pass| exchange(pass, name, bytes.max(1)))?;
     Ok(Buffer::from_mapping(name, Place::Device, Box::new(SharedPages { mapped, bytes })))
 }
@@ -66,16 +66,16 @@ fn exchange(pass: &Pass, name: &str, bytes: usize) -> Result<Arc<Mapped>> {
     // SAFETY: a slot has at least a cache line, is aligned to one, and by the step protocol is rank 0's to write and then ours to read.
     let number = |k: usize| unsafe { &*pass.slot(0, k).cast::<AtomicU64>() };
     let opened: std::cell::RefCell<Option<Result<Arc<Mapped>>>> = Default::default();
-    // Step 0 tells the number. Filling runs one step ahead, so only step 2 is filled after all have taken step 0: then rank 0
-    // may close the descriptor.
+    // Step 0 tells the number. Rank 0 is in step 2 after all have done step 1, so have taken step 0: then it may close the descriptor.
     pass.run(
         3,
-        &|k| {
+        &|k| if k == 0 { size_of::<AtomicU64>() } else { 0 },
+        &|k, _| {
             if let (0, Some((_, fd))) = (k, &created) {
                 number(0).store(fd.as_raw_fd() as u64, Relaxed);
             }
         },
-        &|k| {
+        &|k, _| {
             if k == 0 && created.is_none() {
                 *opened.borrow_mut() = Some(open(pass, number(0).load(Relaxed) as u32, name, bytes));
             }

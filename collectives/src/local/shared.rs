@@ -1,15 +1,18 @@
 //! What do the ranks of one host share, and where in the mapping does it lie?
 //!
-//! One memfd, its length sealed, holds a header, one control page per rank and two staging slots per rank. It has no name in any
-//! file system, so nothing is left behind when the processes die. Everything outside the slots is atomic words: a rank may be
+//! One memfd, its length sealed, holds a header, control pages and two staging slots per rank. It has no name in any
+//! file system, so nothing is left behind when the processes die. Everything outside slots and mail is atomic words: a rank may be
 //! stopped or killed between any two stores, and readers must still make sense of what they see.
 //!
 //! ```text
-//! [ header 4096 | control page 4096 x ranks | slot 0, slot 1 of rank 0 | slot 0, slot 1 of rank 1 | ... ]
+//! [ header 4096 | control pages of rank 0 | of rank 1 | ... | slot 0, slot 1 of rank 0 | slot 0, slot 1 of rank 1 | ... ]
 //! ```
 //!
-//! **Ordering.** A rank writes its slot and its descriptor, then stores a counter (`arrived`, `filled`, `drained`) with Release
-//! and rings its bell; whoever loads that counter with Acquire sees what was written before it.
+//! **Lines.** What other ranks poll has a cache line of its own, written by one rank only: a line that two ranks write, or that one polls while
+//! another word of it changes, costs a trip between cores each time. The status words beside it are read only when something is wrong.
+//!
+//! **Ordering.** A rank writes its slot, mail or entry, then stores the number that announces it (the entry's sequence, a mail line's
+//! sequence, `steps`) with Release and wakes who sleeps; whoever loads that number with Acquire sees what was written before it.
 #![allow(unsafe_code)]
 
 use super::LocalOptions;
@@ -19,15 +22,18 @@ use crate::tree::MAX_RANKS;
 use crate::{Error, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
+use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use zrt_kernels::DType;
 
-/// Bytes of the header and of each control page.
+/// Bytes of the header; control areas and slots begin at multiples of it.
 const PAGE_BYTES: usize = 4096;
+/// Bytes of one rank's control pages.
+const CONTROL_BYTES: usize = size_of::<Page>().next_multiple_of(PAGE_BYTES);
 /// Slots begin at cache lines.
 const LINE_BYTES: usize = 64;
-const MAGIC: u64 = 0x7a72_742d_6c6f_6334;
+const MAGIC: u64 = 0x7a72_742d_6c6f_6335;
 
 /// Text in shared memory, cut to fit.
 #[repr(C)]
@@ -55,48 +61,130 @@ impl<const WORDS: usize> Text<WORDS> {
     }
 }
 
-/// What a rank issued at one place in the sequence.
-#[repr(C)]
-pub(super) struct Descriptor {
+/// What a rank issued at one place in the sequence, in one line: the number that announces it, and what is compared.
+#[repr(C, align(64))]
+pub(super) struct Entry {
+    /// The collective's number; stored last.
+    sequence: AtomicU64,
     /// Operation, dtype and root: 8, 8 and 32 bits.
     kind: AtomicU64,
     elems: AtomicU64,
     /// Of the whole tag, since the text is cut.
     tag_hash: AtomicU64,
+}
+
+/// Bytes of a message in one line of mail.
+pub(super) const MAIL_BYTES: usize = 56;
+/// Lines of a short message, 2 KiB: beyond that, slots are faster (a line of mail is stored through the caches, a slot around them).
+pub(super) const MAIL_LINES: usize = 37;
+
+/// Part of a short message, with its own number: it is taken as soon as it is there, without a second look at the entry.
+#[repr(C, align(64))]
+pub(super) struct MailLine {
+    data: UnsafeCell<[u8; MAIL_BYTES]>,
+    sequence: AtomicU64,
+}
+
+impl MailLine {
+    /// Writes up to `MAIL_BYTES` bytes and announces them.
+    ///
+    /// # Safety
+    /// Only the rank that owns the line, in a collective whose number has the line's parity; `src` valid for `bytes`.
+    pub unsafe fn post(&self, src: *const u8, bytes: usize, sequence: u64) {
+        // SAFETY: by the contract; all ranks have left collective `sequence - 2`, so nobody reads the line.
+        unsafe { copy_line(self.data.get().cast(), src, bytes) };
+        self.sequence.store(sequence, Release);
+    }
+
+    pub fn arrived(&self, sequence: u64) -> bool {
+        self.sequence.load(Acquire) == sequence
+    }
+
+    /// Reads what was announced.
+    ///
+    /// # Safety
+    /// After `arrived` said so, in the same collective; `dst` valid for `bytes`, at most `MAIL_BYTES`.
+    pub unsafe fn take(&self, dst: *mut u8, bytes: usize) {
+        // SAFETY: by the contract; the line is written again only after this rank has entered the next collective.
+        unsafe { copy_line(dst, self.data.get().cast_const().cast(), bytes) };
+    }
+}
+
+/// A whole line is the usual case, and its fixed length is a few vector moves instead of a call.
+///
+/// # Safety
+/// As of `copy_nonoverlapping`.
+#[inline(always)]
+unsafe fn copy_line(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: passed on.
+    unsafe {
+        match bytes {
+            MAIL_BYTES => std::ptr::copy_nonoverlapping(src, dst, MAIL_BYTES),
+            _ => std::ptr::copy_nonoverlapping(src, dst, bytes),
+        }
+    }
+}
+
+/// One collective as a rank announces it: the entry that is compared, the tag's text for messages, and the mail.
+#[repr(C, align(64))]
+pub(super) struct Letter {
+    entry: Entry,
+    mail: [MailLine; MAIL_LINES],
     tag: Text<8>,
 }
 
 const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
 
-/// FNV-1a: tags are short and nobody attacks them.
+/// Word-wise multiply and fold: tags are short and nobody attacks them, but every call hashes one.
 fn hash(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ b as u64).wrapping_mul(0x0100_0000_01b3))
+    let fold = |h: u64, word: u64| {
+        let h = (h ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        h ^ (h >> 29)
+    };
+    let words = text.as_bytes().chunks_exact(8);
+    let mut last = [0; 8];
+    last[..words.remainder().len()].copy_from_slice(words.remainder());
+    let h = words.fold(text.len() as u64, |h, w| fold(h, u64::from_le_bytes([w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]])));
+    fold(h, u64::from_le_bytes(last))
 }
 
-impl Descriptor {
-    pub fn set(&self, call: &Call) {
+impl Letter {
+    /// Announces `call` as number `sequence`; what was written before is announced with it.
+    pub fn announce(&self, sequence: u64, call: &Call) {
         let dtype = DTYPES.iter().position(|d| *d == call.dtype).unwrap_or(0);
-        self.kind.store(call.op as u64 | (dtype as u64) << 8 | (call.root as u64) << 32, Relaxed);
-        self.elems.store(call.elems as u64, Relaxed);
-        self.tag_hash.store(hash(&call.tag), Relaxed);
-        self.tag.set(&call.tag);
+        let (entry, tag_hash) = (&self.entry, hash(&call.tag));
+        if entry.tag_hash.load(Relaxed) != tag_hash || entry.sequence.load(Relaxed) == 0 {
+            entry.tag_hash.store(tag_hash, Relaxed);
+            self.tag.set(&call.tag);
+        }
+        entry.kind.store(call.op as u64 | (dtype as u64) << 8 | (call.root as u64) << 32, Relaxed);
+        entry.elems.store(call.elems as u64, Relaxed);
+        entry.sequence.store(sequence, Release);
     }
 
-    pub fn equals(&self, other: &Descriptor) -> bool {
-        let words = |d: &Descriptor| (d.kind.load(Relaxed), d.elems.load(Relaxed), d.tag_hash.load(Relaxed));
+    pub fn arrived(&self, sequence: u64) -> bool {
+        self.entry.sequence.load(Acquire) == sequence
+    }
+
+    pub fn equals(&self, other: &Letter) -> bool {
+        let words = |l: &Letter| (l.entry.kind.load(Relaxed), l.entry.elems.load(Relaxed), l.entry.tag_hash.load(Relaxed));
         words(self) == words(other)
     }
 
     /// The call; a tag longer than 64 bytes comes back cut.
-    pub fn get(&self) -> Option<Call> {
-        let kind = self.kind.load(Relaxed);
+    pub fn call(&self) -> Option<Call<'static>> {
+        let kind = self.entry.kind.load(Relaxed);
         Some(Call {
             op: *Op::ALL.iter().find(|op| **op as u64 == kind & 0xff)?,
             dtype: *DTYPES.get((kind >> 8 & 0xff) as usize)?,
-            elems: self.elems.load(Relaxed) as usize,
+            elems: self.entry.elems.load(Relaxed) as usize,
             root: (kind >> 32) as usize,
-            tag: self.tag.get(),
+            tag: self.tag.get().into(),
         })
+    }
+
+    pub fn line(&self, index: usize) -> &MailLine {
+        &self.mail[index]
     }
 }
 
@@ -105,26 +193,31 @@ pub(super) fn reached(counter: u32, target: u32) -> bool {
     counter.wrapping_sub(target) as i32 >= 0
 }
 
+/// A value on a cache line of its own.
 #[repr(C, align(64))]
-pub(super) struct Progress {
-    /// Futex word: changes whenever any counter of this rank does.
-    pub bell: AtomicU32,
-    /// Threads asleep on the bell; nobody to wake costs no system call.
+pub(super) struct Line<T>(pub T);
+
+/// How others learn that this rank went on.
+#[repr(C, align(64))]
+pub(super) struct Bell {
+    /// Futex word: changes when somebody is to be woken.
+    pub word: AtomicU32,
+    /// Threads asleep on it; nobody to wake costs no system call.
     pub sleepers: AtomicU32,
-    /// Sequence number (its low bits) of the last collective entered; numbers begin at 1.
-    pub arrived: AtomicU32,
-    /// Steps whose slot this rank has filled, over all collectives.
-    pub filled: AtomicU32,
-    /// Steps whose slots this rank has read to the end.
-    pub drained: AtomicU32,
-    /// Sequence number of the last collective finished.
-    pub completed: AtomicU64,
 }
 
-/// The control page of one rank; only that rank's process writes it (`sleepers` aside).
+/// The control pages of one rank; only that rank's process writes them (the bell aside).
 #[repr(C)]
 pub(super) struct Page {
-    pub progress: Progress,
+    /// Steps done over all collectives: step s is done when this rank has taken it and filled its slot for step s + 1.
+    pub steps: Line<AtomicU32>,
+    pub bell: Bell,
+    /// By sequence number modulo 2. Two are enough: a rank enters n+2 only after all have entered n+1, that is, left n.
+    letters: [Letter; 2],
+    /// Sequence number (its low bits) of the last collective entered; numbers begin at 1. For messages, as is the rest.
+    pub arrived: AtomicU32,
+    /// Sequence number of the last collective finished.
+    pub completed: AtomicU64,
     pub heartbeat: AtomicU64,
     pub pid: AtomicU32,
     /// 1 once this rank is mapped and known.
@@ -132,20 +225,25 @@ pub(super) struct Page {
     /// 1 once this rank has left in order.
     pub left: AtomicU32,
     pub start_time: AtomicU64,
-    /// By sequence number modulo 2. Two are enough: a rank enters n+2 only after all have entered n+1, that is, left n.
-    descriptors: [Descriptor; 2],
+    /// The cores that this rank may run on, a bit each.
+    pub cores: [AtomicU64; 16],
 }
 
 impl Page {
-    pub fn descriptor(&self, sequence: u64) -> &Descriptor {
-        &self.descriptors[(sequence % 2) as usize]
+    pub fn letter(&self, sequence: u64) -> &Letter {
+        &self.letters[(sequence % 2) as usize]
+    }
+
+    /// Changes whenever the rank gets anywhere.
+    pub fn whatever_moves(&self) -> (u32, u64, u32) {
+        (self.arrived.load(Acquire), self.completed.load(Acquire), self.steps.0.load(Acquire))
     }
 
     /// `"last completed #16 reduce_scatter layers.4"` and where the rank is now.
     pub fn whereabouts(&self) -> String {
-        let arrived = self.progress.arrived.load(Acquire);
-        let completed = self.progress.completed.load(Acquire);
-        let name = |sequence: u64| self.descriptor(sequence).get().map_or("?".to_string(), |call| call.task_name());
+        let arrived = self.arrived.load(Acquire);
+        let completed = self.completed.load(Acquire);
+        let name = |sequence: u64| self.letter(sequence).call().map_or("?".to_string(), |call| call.task_name());
         let mut text = match completed {
             0 => "no collective completed yet".to_string(),
             n => format!("last completed #{n} {}", name(n)),
@@ -165,7 +263,7 @@ pub(super) struct Header {
     pub lost: LostCell,
 }
 
-const _: () = assert!(size_of::<Header>() <= PAGE_BYTES && size_of::<Page>() <= PAGE_BYTES);
+const _: () = assert!(size_of::<Header>() <= PAGE_BYTES);
 
 /// A mapping of a memfd, unmapped on drop.
 pub(super) struct Mapped {
@@ -254,7 +352,7 @@ pub(super) fn layout_bytes(ranks: usize, options: &LocalOptions) -> Result<usize
     }
     let slots = options.segment_bytes.checked_mul(2 * ranks).filter(|b| *b < 1 << 40);
     match slots {
-        Some(_) => Ok(PAGE_BYTES * (1 + ranks) + 2 * ranks * slot_bytes(ranks, options)),
+        Some(_) => Ok(PAGE_BYTES + ranks * CONTROL_BYTES + 2 * ranks * slot_bytes(ranks, options)),
         None => Err(Error::Rendezvous(format!("segment_bytes = {} is too large", options.segment_bytes))),
     }
 }
@@ -292,8 +390,15 @@ impl Shared {
 
     pub fn page(&self, rank: usize) -> &Page {
         assert!(rank < self.ranks);
-        // SAFETY: the layout has one page per rank after the header, zeroed at first, made of atomics only.
-        unsafe { &*self.mapped.base.add(PAGE_BYTES * (1 + rank)).cast::<Page>() }
+        // SAFETY: the layout has one `Page` per rank after the header, at a page boundary, zeroed at first; it is made of atomics, and of
+        // mail that is touched by its own rules.
+        unsafe { &*self.mapped.base.add(PAGE_BYTES + rank * CONTROL_BYTES).cast::<Page>() }
+    }
+
+    /// The cores that the ranks may run on, together.
+    pub fn cores(&self) -> usize {
+        let all = |word: usize| (0..self.ranks).fold(0, |bits, rank| bits | self.page(rank).cores[word].load(Relaxed));
+        (0..16).map(|word| all(word).count_ones() as usize).sum()
     }
 
     /// Where `rank` stages step `step`.
@@ -301,6 +406,6 @@ impl Shared {
         assert!(rank < self.ranks);
         let index = 2 * rank + step as usize % 2;
         // SAFETY: the layout has two slots per rank after the control pages.
-        unsafe { self.mapped.base.add(PAGE_BYTES * (1 + self.ranks) + index * self.segment_bytes) }
+        unsafe { self.mapped.base.add(PAGE_BYTES + self.ranks * CONTROL_BYTES + index * self.segment_bytes) }
     }
 }

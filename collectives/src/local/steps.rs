@@ -1,32 +1,44 @@
-//! How does one collective run: entry, then steps?
+//! How does one collective run: entry, then mail or steps?
 //!
-//! **Entry.** A rank publishes what it issued and waits until all have; then everyone compares. So a mismatch is found before
+//! **Entry.** A rank announces what it issued and waits until all have; then everyone compares. So a mismatch is found before
 //! a byte is taken for something it is not.
 //!
-//! **Steps.** A message is cut into segments. In step k each rank fills its slot k % 2, announces it (`filled`), reads the slots
-//! of the others once they are filled, and announces that too (`drained`). A slot is filled again only when all have
-//! drained it. Filling runs one step ahead of reading, so that copies of different ranks overlap; the first slot is filled
-//! before the entry, so that a short message needs a single meeting. All ranks count the same steps.
+//! **Mail.** A short message follows the entry in lines that carry their own number ([`Pass::exchange`]): one trip between cores in all.
+//!
+//! **Steps.** A long message is cut into pieces. Before the entry each rank fills its slot with piece 0; in step k it takes piece k from the
+//! others' slots and fills its other slot with piece k + 1, in turns of a few cache lines, so that what one waits for the other hides.
+//! Then it says that the step is done. Step k begins when all have done step k - 1: then piece k is in all slots, and nobody
+//! reads the slot of piece k - 1 any more, which piece k + 1 overwrites. Piece 0 needs no wait: the slot it overwrites was taken in the
+//! last step but one, before which nobody got here. All ranks count the same steps, over all collectives.
 
 use super::Seat;
-use super::shared::reached;
-use super::wait::ring;
+use super::copy::publish_streamed;
+use super::shared::{Letter, Page, reached};
+use super::wait::{Until, ring};
 use crate::operands::Call;
 use crate::{Error, Result};
+use std::ops::Range;
 use std::sync::atomic::Ordering::*;
+
+/// Bytes that are filled, then taken, in turn. A page: what is taken is still on its way through the first-level cache when it is summed, and
+/// a copy of that length uses the processor's own copying.
+pub(super) const TURN_BYTES: usize = 4096;
 
 /// One collective in progress.
 pub(super) struct Pass<'a> {
     pub seat: &'a Seat,
     pub sequence: u64,
-    pub call: &'a Call,
+    pub call: &'a Call<'a>,
     /// Steps done before this collective.
     base: u32,
 }
 
+/// What moves bytes: the step, and which bytes of its piece.
+pub(super) type Move<'a> = &'a dyn Fn(usize, Range<usize>);
+
 impl<'a> Pass<'a> {
-    pub fn new(seat: &'a Seat, sequence: u64, call: &'a Call) -> Pass<'a> {
-        let base = seat.page().progress.drained.load(Relaxed);
+    pub fn new(seat: &'a Seat, sequence: u64, call: &'a Call<'a>) -> Pass<'a> {
+        let base = seat.page().steps.0.load(Relaxed);
         Pass { seat, sequence, call, base }
     }
 
@@ -34,61 +46,93 @@ impl<'a> Pass<'a> {
         format!("#{} {}", self.sequence, self.call)
     }
 
-    /// Where `rank` stages step `k` of this collective.
+    /// Where `rank` stages piece `k` of this collective.
     pub fn slot(&self, rank: usize, k: usize) -> *mut u8 {
         self.seat.shared().slot(rank, self.base.wrapping_add(k as u32))
     }
 
-    /// Runs `steps` steps: `fill(k)` writes this rank's slot, `take(k)` reads the others'.
-    pub fn run(&self, steps: usize, fill: &dyn Fn(usize), take: &dyn Fn(usize)) -> Result<()> {
+    /// Runs `steps` steps: `fill(k, bytes)` writes bytes of piece k to this rank's slot, `take(k, bytes)` reads them from the others'.
+    /// Piece k has `piece(k)` bytes, the same on all ranks.
+    pub fn run(&self, steps: usize, piece: &dyn Fn(usize) -> usize, fill: Move, take: Move) -> Result<()> {
         if steps > 0 {
-            self.fill(0, fill)?;
+            turns(piece(0)).for_each(|bytes| fill(0, bytes));
+            publish_streamed();
         }
-        self.enter()?;
+        self.announce();
+        ring(self.seat.page());
+        self.meet()?;
         for k in 0..steps {
-            if k + 1 < steps {
-                self.fill(k + 1, fill)?;
+            let done = self.base.wrapping_add(k as u32);
+            if k > 0 {
+                self.await_all(Until::Stepped, |page| reached(page.steps.0.load(Acquire), done))?;
             }
-            self.await_all(|progress| &progress.filled, self.base.wrapping_add(k as u32 + 1))?;
-            take(k);
-            self.seat.page().progress.drained.store(self.base.wrapping_add(k as u32 + 1), Release);
-            ring(self.seat.page());
+            let (next, here) = (if k + 1 < steps { piece(k + 1) } else { 0 }, piece(k));
+            turns(next.max(here)).for_each(|bytes| {
+                if bytes.start < next {
+                    fill(k + 1, bytes.start..bytes.end.min(next));
+                }
+                if bytes.start < here {
+                    take(k, bytes.start..bytes.end.min(here));
+                }
+            });
+            publish_streamed();
+            self.seat.page().steps.0.store(done.wrapping_add(1), Release);
+            // Nobody waits for the last step: whoever needs it waits for the next entry.
+            if k + 1 < steps {
+                ring(self.seat.page());
+            }
         }
-        self.seat.page().progress.completed.store(self.sequence, Release);
+        self.complete();
         Ok(())
     }
 
-    fn fill(&self, k: usize, fill: &dyn Fn(usize)) -> Result<()> {
-        let step = self.base.wrapping_add(k as u32);
-        // Step s uses the slot of step s - 2: all ranks must have drained s - 1 steps.
-        self.await_all(|progress| &progress.drained, step.wrapping_sub(1))?;
-        fill(k);
-        self.seat.page().progress.filled.store(step.wrapping_add(1), Release);
-        if k > 0 {
-            ring(self.seat.page());
-        }
+    /// Runs a collective of short messages: `post` writes this rank's mail, `take` reads the others'.
+    pub fn exchange(&self, post: &dyn Fn(), take: &dyn Fn() -> Result<()>) -> Result<()> {
+        self.announce();
+        post();
+        ring(self.seat.page());
+        self.meet()?;
+        take()?;
+        self.complete();
         Ok(())
     }
 
-    fn await_all(&self, counter: impl Fn(&super::shared::Progress) -> &std::sync::atomic::AtomicU32, target: u32) -> Result<()> {
-        for peer in self.peers() {
-            self.seat.wait_for(peer, &|| self.what(), &|page| reached(counter(&page.progress).load(Acquire), target))?;
+    /// This rank's letter of this collective.
+    pub fn letter(&self) -> &Letter {
+        self.seat.page().letter(self.sequence)
+    }
+
+    /// Waits for line `line` of `peer`'s mail and returns it.
+    pub fn line(&self, peer: usize, line: usize) -> Result<&super::shared::MailLine> {
+        let found = self.seat.shared().page(peer).letter(self.sequence).line(line);
+        if !found.arrived(self.sequence) {
+            self.seat.wait_for(peer, Until::Stepped, &|| self.what(), |_| found.arrived(self.sequence))?;
         }
-        Ok(())
+        Ok(found)
     }
 
     /// The other ranks, beginning with the next: not all wait for rank 0 first.
-    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, ranks) = (self.seat.rank, self.seat.shared().ranks);
         (1..ranks).map(move |i| (rank + i) % ranks)
     }
 
-    fn enter(&self) -> Result<()> {
+    fn announce(&self) {
         let page = self.seat.page();
-        page.descriptor(self.sequence).set(self.call);
-        page.progress.arrived.store(self.sequence as u32, Release);
-        ring(page);
-        match self.await_all(|progress| &progress.arrived, self.sequence as u32) {
+        page.arrived.store(self.sequence as u32, Release);
+        page.letter(self.sequence).announce(self.sequence, self.call);
+    }
+
+    fn complete(&self) {
+        self.seat.page().completed.store(self.sequence, Release);
+    }
+
+    fn await_all(&self, until: Until, ready: impl Fn(&Page) -> bool) -> Result<()> {
+        self.peers().try_for_each(|peer| self.seat.wait_for(peer, until, &|| self.what(), &ready))
+    }
+
+    fn meet(&self) -> Result<()> {
+        match self.await_all(Until::Entered, |page| page.letter(self.sequence).arrived(self.sequence)) {
             Ok(()) => self.compare().map_or(Ok(()), Err),
             // Whoever saw the difference first ended the group; those that differ report it themselves all the same.
             Err(error) => Err(self.compare().unwrap_or(error)),
@@ -98,14 +142,10 @@ impl<'a> Pass<'a> {
     /// The lowest rank that arrived with another call.
     fn compare(&self) -> Option<Error> {
         let shared = self.seat.shared();
-        let mine = self.seat.page().descriptor(self.sequence);
-        let differs = |other: &usize| {
-            let page = shared.page(*other);
-            let arrived = page.progress.arrived.load(Acquire);
-            reached(arrived, self.sequence as u32) && !page.descriptor(self.sequence).equals(mine)
-        };
-        let other = (0..shared.ranks).find(differs)?;
-        let there = shared.page(other).descriptor(self.sequence).get();
+        let mine = self.letter();
+        let letter = |other: usize| shared.page(other).letter(self.sequence);
+        let other = (0..shared.ranks).find(|other| letter(*other).arrived(self.sequence) && !letter(*other).equals(mine))?;
+        let there = letter(other).call();
         Some(Error::Mismatch {
             sequence: self.sequence,
             rank: self.seat.rank,
@@ -114,4 +154,9 @@ impl<'a> Pass<'a> {
             there: there.map_or("something unreadable".to_string(), |call| call.to_string()),
         })
     }
+}
+
+/// `0..bytes` in turns.
+fn turns(bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes).step_by(TURN_BYTES).map(move |at| at..bytes.min(at + TURN_BYTES))
 }

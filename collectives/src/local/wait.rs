@@ -1,7 +1,8 @@
 //! How does a rank wait for another: cheaply when it is about to arrive, and never longer than it may?
 //!
-//! Spin a little (only while every rank has a core), then sleep on the other rank's bell in slices of 100 ms. After each slice
-//! look whether the group is lost. Time is counted in slices with a cap, so that a job that was stopped as a whole and
+//! Spin a little while every rank has a core, else offer the core to the others a few times; then sleep on the other rank's bell in slices of 100 ms. A rank that has entered the
+//! collective is about to go on, so that waiting for its next step spins longer than waiting for it to come. After each slice look whether the
+//! group is lost. Time is counted in slices with a cap, so that a job that was stopped as a whole and
 //! continued does not find that everyone is late.
 
 use super::Seat;
@@ -40,43 +41,84 @@ impl Patience {
     }
 }
 
-/// Tells everyone who sleeps on `page`'s bell that a counter changed. The counter was stored with Release before.
+/// Tells everyone who sleeps on `page`'s bell that something changed. It was stored with Release before.
 pub(super) fn ring(page: &Page) {
-    // The increment must be ordered before the look at `sleepers`, or a sleeper that just came is missed.
-    page.progress.bell.fetch_add(1, SeqCst);
+    // The store must be visible before the look at `sleepers`, or one who just looked and lay down is missed. Whoever counts itself after this
+    // fence sees the store, and does not lie down.
     fence(SeqCst);
-    if page.progress.sleepers.load(SeqCst) != 0 {
-        let _ = futex::wake(&page.progress.bell, futex::Flags::empty(), i32::MAX as u32);
+    if page.bell.sleepers.load(Relaxed) != 0 {
+        page.bell.word.fetch_add(1, SeqCst);
+        let _ = futex::wake(&page.bell.word, futex::Flags::empty(), i32::MAX as u32);
     }
+}
+
+/// Looks without a pause at first: what comes within a trip between cores is seen at once.
+const EAGER: u32 = 64;
+/// How much longer than for an entry it spins for a step.
+const STEP_SPINS: u32 = 16;
+
+/// How often a rank without a core of its own offers the one it has to the others before it sleeps: a switch costs less than to be woken.
+const YIELDS: u32 = 20;
+
+/// What a wait is for: how long it may spin.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Until {
+    /// The other rank comes; it may be computing.
+    Entered,
+    /// It goes on: it is in the collective already.
+    Stepped,
 }
 
 impl Seat {
     /// Waits until `ready` holds of `peer`'s page. `what` names the collective for errors.
-    pub(super) fn wait_for(&self, peer: usize, what: &dyn Fn() -> String, ready: &dyn Fn(&Page) -> bool) -> Result<()> {
+    #[inline]
+    pub(super) fn wait_for(&self, peer: usize, until: Until, what: &dyn Fn() -> String, ready: impl Fn(&Page) -> bool) -> Result<()> {
         let page = self.shared().page(peer);
-        for _ in 0..=self.spin {
+        if self.spin > 0 {
+            for _ in 0..EAGER {
+                if ready(page) {
+                    return Ok(());
+                }
+            }
+        }
+        self.wait_longer(peer, until, what, &ready)
+    }
+
+    #[inline(never)]
+    fn wait_longer(&self, peer: usize, until: Until, what: &dyn Fn() -> String, ready: &dyn Fn(&Page) -> bool) -> Result<()> {
+        let page = self.shared().page(peer);
+        let spins = if until == Until::Stepped { self.spin.saturating_mul(STEP_SPINS) } else { self.spin };
+        for _ in 0..=spins {
             if ready(page) {
                 return Ok(());
             }
             std::hint::spin_loop();
         }
+        for _ in 0..if self.crowded { YIELDS } else { 0 } {
+            std::thread::yield_now();
+            if ready(page) {
+                return Ok(());
+            }
+        }
         let begun = Instant::now();
         let mut patience = Patience::new();
-        let mut heard = page.progress.bell.load(Acquire);
+        let mut heard = page.whatever_moves();
         loop {
-            page.progress.sleepers.fetch_add(1, SeqCst);
-            let bell = page.progress.bell.load(SeqCst);
+            page.bell.sleepers.fetch_add(1, SeqCst);
+            // Pairs with the fence in `ring`.
+            fence(SeqCst);
+            let bell = page.bell.word.load(SeqCst);
             let outcome = if ready(page) { Some(Ok(())) } else { self.interrupted(peer, page, what, ready, begun.elapsed().as_secs()) };
             if outcome.is_none() {
                 let slice = futex::Timespec { tv_sec: 0, tv_nsec: SLICE.as_nanos() as _ };
                 // A timeout, a signal and a bell that has rung already all mean: look again.
-                let _ = futex::wait(&page.progress.bell, futex::Flags::empty(), bell, Some(&slice));
+                let _ = futex::wait(&page.bell.word, futex::Flags::empty(), bell, Some(&slice));
             }
-            page.progress.sleepers.fetch_sub(1, SeqCst);
+            page.bell.sleepers.fetch_sub(1, SeqCst);
             if let Some(outcome) = outcome {
                 return outcome;
             }
-            let now = page.progress.bell.load(Acquire);
+            let now = page.whatever_moves();
             if now != heard {
                 heard = now;
                 patience.reset();
@@ -111,7 +153,7 @@ impl Seat {
     /// Everyone is alive and no one moves: the culprit is the rank that is furthest behind.
     fn overdue(&self, peer: usize, what: &dyn Fn() -> String, secs: u64) -> Error {
         let shared = self.shared();
-        let arrived = |rank: usize| shared.page(rank).progress.arrived.load(Acquire);
+        let arrived = |rank: usize| shared.page(rank).arrived.load(Acquire);
         // The peer may itself wait for another that has not come as far. At the same place it is the peer that we know of.
         let others = (0..shared.ranks).filter(|rank| *rank != self.rank);
         let culprit = others.fold(peer, |worst, rank| if reached(arrived(rank), arrived(worst)) { worst } else { rank });
