@@ -195,7 +195,7 @@ impl Kernels {
 }
 
 /// The folder that Cargo builds in.
-fn target_folder() -> PathBuf {
+pub(crate) fn target_folder() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     std::env::var_os("CARGO_TARGET_DIR").map_or(here, PathBuf::from)
 }

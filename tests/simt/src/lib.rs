@@ -4,11 +4,14 @@
 //! * [`build`] compiles and loads them, once per text and flags; texts can be changed to see that a test would notice.
 //! * [`launcher`] runs the launches of [`zrt_kernels::gpu::GpuOps`] in the order of a stream, and counts.
 //! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
+//! * [`gates`] what real compilers make of the same sources, by [`rtc`] and others.
 #![deny(unsafe_code)]
 
 pub mod build;
 pub mod device;
+pub mod gates;
 pub mod launcher;
+pub mod rtc;
 pub mod testing;
 
 pub use build::{Build, Mutation, Sanitizer};

@@ -1,0 +1,178 @@
+//! How do the embedded sources become code of a GPU at run time? By the vendor's run-time compiler, NVRTC or hipRTC: a library
+//! that needs neither a driver nor a folder of headers, since ours are passed as strings. The two have the same functions under
+//! two prefixes, so there is one table of them. The compile gates and the bench on a real GPU use it.
+#![allow(unsafe_code)]
+
+use libloading::Library;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::Path;
+use zrt_kernels::gpu::table;
+
+type Handle = *mut c_void;
+type Strings = *const *const c_char;
+
+struct Functions {
+    error: unsafe extern "C" fn(c_int) -> *const c_char,
+    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
+    create: unsafe extern "C" fn(*mut Handle, *const c_char, *const c_char, c_int, Strings, Strings) -> c_int,
+    destroy: unsafe extern "C" fn(*mut Handle) -> c_int,
+    compile: unsafe extern "C" fn(Handle, c_int, Strings) -> c_int,
+    log: Getter,
+    code: Getter,
+    /// NVRTC's intermediate code, which says what the parameters are.
+    ptx: Option<Getter>,
+}
+
+struct Getter {
+    bytes: unsafe extern "C" fn(Handle, *mut usize) -> c_int,
+    get: unsafe extern "C" fn(Handle, *mut c_char) -> c_int,
+}
+
+/// A run-time compiler.
+pub struct Rtc {
+    functions: Functions,
+    amd: bool,
+    // Behind the functions that it owns.
+    _library: Library,
+}
+
+/// What a compiler made of one source.
+pub struct Compiled {
+    /// Code that a driver loads: a cubin or a code object.
+    pub code: Vec<u8>,
+    /// PTX; empty from hipRTC.
+    pub ptx: String,
+    /// What the compiler said.
+    pub log: String,
+}
+
+impl Rtc {
+    /// The compiler in this library: `libnvrtc.so.13`, or a path to it.
+    ///
+    /// # Errors
+    /// The library or a function is missing.
+    pub fn nvidia(library: impl AsRef<Path>) -> Result<Rtc, String> {
+        Rtc::open(library.as_ref(), "nvrtc", "CUBIN", false)
+    }
+
+    /// The compiler in this library: `libhiprtc.so.6`, or a path to it.
+    ///
+    /// # Errors
+    /// The library or a function is missing.
+    pub fn amd(library: impl AsRef<Path>) -> Result<Rtc, String> {
+        Rtc::open(library.as_ref(), "hiprtc", "Code", true)
+    }
+
+    fn open(path: &Path, prefix: &str, code: &str, amd: bool) -> Result<Rtc, String> {
+        // SAFETY: the vendor's library; its initializers have no demands on us.
+        let library = unsafe { Library::new(path) }.map_err(|e| format!("{}: {e}", path.display()))?;
+        fn symbol<T: Copy>(library: &Library, name: String) -> Result<T, String> {
+            // SAFETY: `T` is the function's type in the vendor's header, given by the field that it is stored in.
+            unsafe { library.get::<T>(name.as_bytes()) }.map(|f| *f).map_err(|e| format!("{name}: {e}"))
+        }
+        let getter = |what: &str| -> Result<Getter, String> {
+            let bytes = symbol(&library, format!("{prefix}Get{what}Size"))?;
+            Ok(Getter { bytes, get: symbol(&library, format!("{prefix}Get{what}"))? })
+        };
+        let functions = Functions {
+            error: symbol(&library, format!("{prefix}GetErrorString"))?,
+            version: symbol(&library, format!("{prefix}Version"))?,
+            create: symbol(&library, format!("{prefix}CreateProgram"))?,
+            destroy: symbol(&library, format!("{prefix}DestroyProgram"))?,
+            compile: symbol(&library, format!("{prefix}CompileProgram"))?,
+            log: getter("ProgramLog")?,
+            code: getter(code)?,
+            ptx: if amd { None } else { Some(getter("PTX")?) },
+        };
+        Ok(Rtc { functions, amd, _library: library })
+    }
+
+    fn check(&self, what: &str, code: c_int) -> Result<(), String> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: takes any code, returns a static text or null.
+        let text = unsafe { (self.functions.error)(code) };
+        // SAFETY: as above.
+        let text = if text.is_null() { "unknown".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() };
+        Err(format!("{what}: {text} ({code})"))
+    }
+
+    /// Its name and version: `NVRTC 13.5`.
+    pub fn version(&self) -> String {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: two numbers to write to.
+        let code = unsafe { (self.functions.version)(&mut major, &mut minor) };
+        let name = if self.amd { "hipRTC" } else { "NVRTC" };
+        if code == 0 { format!("{name} {major}.{minor}") } else { format!("{name} of unknown version") }
+    }
+
+    /// Compiles an embedded source for a machine (`sm_90`, `gfx942`).
+    ///
+    /// # Errors
+    /// What the compiler says.
+    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, String> {
+        let text = table::SOURCES.iter().find(|(name, _)| *name == source).ok_or_else(|| format!("no source {source}"))?.1;
+        let options: &[&str] = if self.amd { &["-std=c++17", "-O3"] } else { &["--std=c++17", "--ptxas-options=-v", "--disable-warnings"] };
+        let machine = if self.amd { format!("--offload-arch={arch}") } else { format!("--gpu-architecture={arch}") };
+        let options: Vec<&str> = std::iter::once(machine.as_str()).chain(options.iter().copied()).collect();
+        self.compile_text(source, text, &options).map_err(|e| format!("{source} for {arch}: {e}"))
+    }
+
+    fn compile_text(&self, name: &str, text: &str, options: &[&str]) -> Result<Compiled, String> {
+        let c = |s: &str| CString::new(s).map_err(|e| e.to_string());
+        let (headers, names): (Vec<_>, Vec<_>) =
+            table::SOURCES.iter().filter(|(name, _)| !name.ends_with(".cu")).map(|(name, text)| (c(text), c(name))).unzip();
+        let (headers, names) = (headers.into_iter().collect::<Result<Vec<_>, _>>()?, names.into_iter().collect::<Result<Vec<_>, _>>()?);
+        let options = options.iter().map(|o| c(o)).collect::<Result<Vec<_>, _>>()?;
+        let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
+        let (headers_at, names_at, options_at) = (pointers(&headers), pointers(&names), pointers(&options));
+        let (name, text) = (c(name)?, c(text)?);
+        let f = &self.functions;
+
+        let mut program = Program { handle: std::ptr::null_mut(), rtc: self };
+        // SAFETY: all strings live to the end of this function, and the counts are theirs.
+        let code = unsafe {
+            let headers = headers_at.len() as c_int;
+            (f.create)(&mut program.handle, text.as_ptr(), name.as_ptr(), headers, headers_at.as_ptr(), names_at.as_ptr())
+        };
+        self.check("create program", code)?;
+        // SAFETY: as above.
+        let code = unsafe { (f.compile)(program.handle, options_at.len() as c_int, options_at.as_ptr()) };
+        let log = String::from_utf8_lossy(&program.get("log", &f.log)?).trim_end_matches('\0').to_string();
+        self.check("compile", code).map_err(|e| format!("{e}\n{log}"))?;
+        let ptx = match &f.ptx {
+            Some(getter) => String::from_utf8_lossy(&program.get("PTX", getter)?).trim_end_matches('\0').to_string(),
+            None => String::new(),
+        };
+        Ok(Compiled { code: program.get("code", &f.code)?, ptx, log })
+    }
+}
+
+struct Program<'a> {
+    handle: Handle,
+    rtc: &'a Rtc,
+}
+
+impl Program<'_> {
+    fn get(&self, what: &str, getter: &Getter) -> Result<Vec<u8>, String> {
+        let mut bytes = 0;
+        // SAFETY: a program, and a number to write to.
+        self.rtc.check(what, unsafe { (getter.bytes)(self.handle, &mut bytes) })?;
+        let mut out = vec![0u8; bytes];
+        if bytes > 0 {
+            // SAFETY: as many bytes as it asked for.
+            self.rtc.check(what, unsafe { (getter.get)(self.handle, out.as_mut_ptr().cast()) })?;
+        }
+        Ok(out)
+    }
+}
+
+impl Drop for Program<'_> {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // SAFETY: made by this library, used by nobody else.
+            unsafe { (self.rtc.functions.destroy)(&mut self.handle) };
+        }
+    }
+}
