@@ -295,9 +295,8 @@ simd_fn! {
             unsafe { s.store_bf16(at.cast::<u16>().add(i), s.load(at.add(i))) };
         }
         for i in whole..row.len() {
-            let bits = bf16_bits(row[i]);
             // SAFETY: as above.
-            unsafe { at.cast::<u16>().add(i).write(bits) };
+            unsafe { at.cast::<u16>().add(i).write(bf16_bits(at.add(i).read())) };
         }
     }
 }

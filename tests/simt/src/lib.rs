@@ -5,13 +5,17 @@
 //! * [`launcher`] runs the launches of [`zrt_kernels::gpu::GpuOps`] in the order of a stream, and counts.
 //! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
 //! * [`gates`] what real compilers make of the same sources, by [`rtc`] and others.
+//! * [`page`] what calls should cost on real GPUs: [`shapes`] the calls of training, [`plan`] their launches.
 #![deny(unsafe_code)]
 
 pub mod build;
 pub mod device;
 pub mod gates;
 pub mod launcher;
+pub mod page;
+pub mod plan;
 pub mod rtc;
+pub mod shapes;
 pub mod testing;
 
 pub use build::{Build, Mutation, Sanitizer};

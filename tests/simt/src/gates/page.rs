@@ -71,3 +71,10 @@ pub fn other_compilers(text: &str, compiled: &Compiled) -> Vec<String> {
     let differ = compiled.versions.iter().filter(|(arch, version)| !text.lines().any(|l| l == format!("* {arch}: {version}")));
     differ.map(|(arch, version)| format!("{arch}: {version} here")).collect()
 }
+
+/// Registers and shared memory that the table has for a kernel on a machine.
+pub fn row_of(text: &str, kernel: &str, arch: &str) -> Option<(u32, u32)> {
+    let line = text.lines().find(|l| l.starts_with(&format!("| {kernel} | {arch} |")))?;
+    let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+    Some((cells.get(4)?.parse().ok()?, cells.get(5)?.parse().ok()?))
+}
