@@ -1,7 +1,7 @@
 //! Dense products of any layout: blocked, packed, summed in `f32`.
 //!
 //! `c [m,n] = alpha * a [m,k] b [k,n] + bias [n] (+ c)`. The result is cut into blocks that work items compute on their own: an
-//! item packs what it needs of A and B into its thread's scratch, sums tiles in registers over blocks of `k` (the partial sums of
+//! item packs what it needs of B (and of A, where it cannot be read in place) into its thread's scratch, sums tiles in registers over blocks of `k` (the partial sums of
 //! a block of the result stay in scratch), and rounds once at the end. Blocks of `k` depend on `k` alone and every element is one
 //! chain of multiply-adds per block, so the bits do not depend on how many items or threads there are. After Goto and van de
 //! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS. Tiles of AMX have their own blocks (`amx`).
@@ -17,14 +17,15 @@ use super::pool::{Pool, SCRATCH_ELEMS};
 use super::simd::{Isa, Level, Simd, simd_fn};
 use crate::Write;
 use std::ops::Range;
-use tile::{Finish, Packing, Pairs, Singles};
+use tile::{Finish, Packing, Pairs, PanelA, Singles};
 
-/// Values of `k` per block: a tile's panels of A and B lie in the first-level cache.
-const BLOCK_K: usize = 384;
-/// Rows of A packed at once: they lie in the second-level cache.
-const BLOCK_M: usize = 144;
-/// Largest block of the result: a multiple of every tile height (4, 6, 8).
-const ITEM_M: usize = 504;
+/// Values of `k` per block: long sums make the start and the end of a tile cheap. A tile's panel of A lies in the first-level cache
+/// and its panel of B comes from the second, which keeps up with 64 bytes in 6 cycles. Measured in docs/performance.md.
+const BLOCK_K: usize = 576;
+/// Rows that pass by a panel of B: those of A lie in the second-level cache.
+const BLOCK_M: usize = 96;
+/// Largest block of the result: a multiple of every tile height (4, 6, 8), no less than the 512 tokens of a short batch.
+const ITEM_M: usize = 528;
 /// Largest block of the result: rounded down to whole panels.
 const ITEM_N: usize = 512;
 
@@ -127,7 +128,9 @@ fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Opera
     let (m, n) = (p.m, p.n);
     let Some(c) = checked(c, stride, &a, &b, &p) else { return };
     let (tile_rows, tile_cols) = tile_shape(pool.isa());
-    let (rows, cols) = item_shape(pool, (m, n), (ITEM_M, ITEM_N / tile_cols * tile_cols), (tile_rows, tile_cols));
+    // A sum of one block keeps no partial sums, so an item may take all rows and B is packed once per call.
+    let most_rows = if p.k <= BLOCK_K { m.next_multiple_of(tile_rows) } else { ITEM_M };
+    let (rows, cols) = item_shape(pool, (m, n), (most_rows, ITEM_N / tile_cols * tile_cols), (tile_rows, tile_cols));
     let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
     let job = Job { c, stride, a, b, p };
     pool.for_each_scratch(down * across, |item, scratch| {
@@ -195,7 +198,7 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
     let (bias, last) = rest.split_at_mut(ITEM_N);
     let (height, width) = (S::TILE_ROWS, S::TILE_VECTORS * S::LANES);
     let padded_rows = rows.len().next_multiple_of(height);
-    assert!(padded_rows <= ITEM_M && cols.len().next_multiple_of(S::LANES) <= ITEM_N);
+    assert!((padded_rows <= ITEM_M || job.p.k <= BLOCK_K) && cols.len().next_multiple_of(S::LANES) <= ITEM_N);
     let how = Finish { alpha: job.p.alpha, bias: prepare_bias(bias, job.p.bias, &cols), add: job.p.write == Write::Add };
     let plain = how.bias.is_null() && !how.add && how.alpha == 1.0;
     let k_blocks = job.p.k.div_ceil(BLOCK_K).max(1);
@@ -210,19 +213,26 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
         let mut top = rows.start;
         while top < rows.end {
             let block = top..(top + block_m).min(rows.end);
-            // SAFETY: as above; BLOCK_M rows fit PACKED_A.
-            unsafe { pack::pack_a::<S, P>(s, packed_a.as_mut_ptr(), &job.a, block.clone(), ks.clone()) };
+            let in_place = pack::readable::<P>(&job.a).filter(|_| block.len().is_multiple_of(height));
+            if in_place.is_none() {
+                // SAFETY: as above; BLOCK_M rows fit PACKED_A.
+                unsafe { pack::pack_a::<S, P>(s, packed_a.as_mut_ptr(), &job.a, block.clone(), ks.clone()) };
+            }
             let mut done = 0;
             while done < cols.len() {
                 let panel_cols = pack::panel_b_cols::<S>(cols.len(), done);
                 let vectors = panel_cols / S::LANES;
                 for (panel, row) in block.clone().step_by(height).enumerate() {
-                    let a = pack::panel_a::<S>(packed_a.as_ptr(), panel, steps, job.a.k_contiguous);
+                    let a = match in_place {
+                        Some(x) => PanelA { base: x.wrapping_add(row * job.a.stride + ks.start), row_stride: job.a.stride, step_stride: 1 },
+                        None => pack::panel_a::<S>(packed_a.as_ptr(), panel, steps, job.a.k_contiguous),
+                    };
                     // SAFETY: panels hold `steps` steps; partial sums have a tile per tile of the item, panel by panel (ITEM_M is a whole
                     // number of tiles); a tile of complete sums fits LAST_TILE; items write disjoint parts of c.
                     unsafe {
                         let b = packed_b.as_ptr().add(done * steps);
-                        let sums = partial.as_mut_ptr().add(done * padded_rows + (row - rows.start) * panel_cols);
+                        let place = if first && complete { 0 } else { done * padded_rows + (row - rows.start) * panel_cols };
+                        let sums = partial.as_mut_ptr().add(place);
                         let before = (!first).then_some((sums as *const f32, panel_cols));
                         if !complete {
                             tile::full_tile::<S, P>(s, vectors, steps, a, b, sums, panel_cols, before);

@@ -7,9 +7,14 @@
 use super::Operand;
 use super::tile::{Packing, PanelA};
 use crate::cpu::float::{Elem, Float};
-use crate::cpu::simd::Simd;
+use crate::cpu::simd::{Simd, prefetch};
 use half::bf16;
 use std::ops::Range;
+
+/// Rows ahead of which a matrix is fetched that is read row by row: each is in another page, where no hardware prefetcher follows.
+const ROWS_AHEAD: usize = 8;
+/// Elements ahead of which eight rows are fetched that are read side by side.
+const COLS_AHEAD: usize = 64;
 
 /// Steps of `k` values.
 #[inline(always)]
@@ -30,6 +35,16 @@ pub fn panel_a<S: Simd>(packed: *const f32, panel: usize, steps: usize, k_contig
     match k_contiguous {
         true => PanelA { base, row_stride: steps, step_stride: 1 },
         false => PanelA { base, row_stride: 1, step_stride: S::TILE_ROWS },
+    }
+}
+
+/// The data of an A that tiles read in place: `f32` whose rows run along `k`, and are not a multiple of 4 KiB apart, which would put
+/// the rows of a tile into one set of the first-level cache.
+#[inline(always)]
+pub fn readable<P: Packing>(a: &Operand<'_>) -> Option<*const f32> {
+    match a.data {
+        Float::F32(x) if !P::PAIRS && a.k_contiguous && !a.stride.is_multiple_of(1024) => Some(x.as_ptr()),
+        _ => None,
     }
 }
 
@@ -88,6 +103,7 @@ unsafe fn steps_whole<S: Simd, E: Elem>(s: S, out: *mut f32, x: &[E], stride: us
             // SAFETY: inside the panel and its slack; sources inside the operand.
             unsafe {
                 let dst = out.add(panel * panel_a_elems::<S>(steps) + step * S::TILE_ROWS);
+                prefetch(x.as_ptr().wrapping_add(at + ROWS_AHEAD * stride));
                 if first + S::LANES <= rows.end {
                     // A whole vector may be longer than the tile is high: the next step overwrites the rest.
                     s.store(dst, E::load(s, x.as_ptr().add(at)));
@@ -185,6 +201,7 @@ unsafe fn straight<S: Simd, E: Elem>(s: S, out: *mut f32, x: &[E], stride: usize
                 // SAFETY: inside the panel; sources inside the operand.
                 unsafe {
                     let src = x.as_ptr().add(k * stride + cols.start + done + j);
+                    prefetch(src.wrapping_add(ROWS_AHEAD * stride));
                     let v = if left >= S::LANES { E::load(s, src) } else { E::load_part(s, src, left) };
                     s.store(out.add(done * steps + step * width + j), v);
                 }
@@ -238,6 +255,9 @@ unsafe fn transposed<S: Simd, E: Elem>(s: S, out: *mut f32, x: &[E], stride: usi
                 let src = x.as_ptr().wrapping_add((cols.start + done + j) * stride + ks.start);
                 let mut k = 0;
                 while real == 8 && k + 8 <= steps {
+                    for c in 0..8 {
+                        prefetch(src.wrapping_add(c * stride + k + COLS_AHEAD));
+                    }
                     s.transpose8(src.add(k), stride, dst.add(k * width + j), width);
                     k += 8;
                 }

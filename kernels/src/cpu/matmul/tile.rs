@@ -1,7 +1,7 @@
 //! The innermost loops of a product: one tile of the result in registers, and what happens to it when its sum is complete.
 
 use crate::cpu::float::Elem;
-use crate::cpu::simd::Simd;
+use crate::cpu::simd::{Simd, prefetch};
 
 /// Whether packed operands hold one `f32` or two `bf16` in 32 bits.
 pub trait Packing: Copy + Send + Sync + 'static {
@@ -59,6 +59,14 @@ pub unsafe fn tile<S: Simd, P: Packing, const MR: usize, const NV: usize>(
     while r < MR {
         // SAFETY: the panel has MR rows.
         rows[r] = unsafe { a.base.add(r * a.row_stride) };
+        // Where the tile goes, what it is added to, and where the rows of the next tile begin.
+        prefetch(out.wrapping_add(r * out_stride));
+        prefetch(out.wrapping_add(r * out_stride + NV * S::LANES - 1));
+        if let Some((before, stride)) = before {
+            prefetch(before.wrapping_add(r * stride));
+            prefetch(before.wrapping_add(r * stride + NV * S::LANES - 1));
+        }
+        prefetch(a.base.wrapping_add((MR + r) * a.row_stride));
         r += 1;
     }
     let mut b = b;

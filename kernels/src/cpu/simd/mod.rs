@@ -112,6 +112,18 @@ fn detected() -> &'static Detected {
     })
 }
 
+/// Asks for the cache line at `p`, an address that need not be valid: where hardware does not foresee an access.
+#[inline(always)]
+pub(crate) fn prefetch<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 has the instruction, and it never faults.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(p.cast())
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
 /// Vectors of `f32`. A value is the proof that the instructions exist, so arithmetic is safe; loads and stores take addresses.
 ///
 /// Kernels written over it must be `#[inline(always)]` down to here and free of closures that carry vectors: code that is not
