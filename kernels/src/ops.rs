@@ -25,7 +25,7 @@ pub enum Write {
 pub struct Weight {
     /// `[O, I]`, row-major.
     pub view: View,
-    /// Packed form; `None` where packing does not pay.
+    /// Packed form; `None` where packing does not pay. No device makes one yet: docs/performance.md says what it would save.
     pub packed: Option<View>,
 }
 

@@ -141,6 +141,7 @@ fn frozen_gradients_cost_nothing_and_touch_nothing() {
 /// (outputs, rank, scale) of the adapters of one case.
 type Adapters<'a> = &'a [(usize, usize, f32)];
 
+#[allow(clippy::too_many_arguments)]
 fn check_lora(pool: &Pool, split: bool, adapters: Adapters, n: usize, i: usize, half: bool, p: f32, write: Write) -> Vec<Vec<f32>> {
     let dropout = (p > 0.0).then_some(Dropout { p, seed: 99, step: 5, micro_batch: 2 });
     let xs = Store::new(&values(n * i, 1), half);

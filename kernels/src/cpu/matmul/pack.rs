@@ -191,23 +191,28 @@ pub unsafe fn pack_b<S: Simd, P: Packing>(s: S, out: *mut f32, b: &Operand<'_>, 
 #[inline(always)]
 unsafe fn straight<S: Simd, E: Elem>(s: S, out: *mut f32, x: &[E], stride: usize, cols: Range<usize>, ks: Range<usize>) {
     let steps = ks.len();
-    for (step, k) in ks.enumerate() {
-        let mut done = 0;
-        while done < cols.len() {
-            let width = panel_b_cols::<S>(cols.len(), done);
-            let mut j = 0;
-            while j < width {
-                let left = cols.len() - done - j;
-                // SAFETY: inside the panel; sources inside the operand.
-                unsafe {
-                    let src = x.as_ptr().add(k * stride + cols.start + done + j);
-                    prefetch(src.wrapping_add(ROWS_AHEAD * stride));
-                    let v = if left >= S::LANES { E::load(s, src) } else { E::load_part(s, src, left) };
-                    s.store(out.add(done * steps + step * width + j), v);
+    // Panels may be a power of two apart: more at once than the first-level cache has ways would evict each other.
+    let together = 4 * S::TILE_VECTORS * S::LANES;
+    for group in (0..cols.len()).step_by(together) {
+        let end = (group + together).min(cols.len());
+        for (step, k) in ks.clone().enumerate() {
+            let mut done = group;
+            while done < end {
+                let width = panel_b_cols::<S>(cols.len(), done);
+                let mut j = 0;
+                while j < width {
+                    let left = cols.len() - done - j;
+                    // SAFETY: inside the panel; sources inside the operand.
+                    unsafe {
+                        let src = x.as_ptr().add(k * stride + cols.start + done + j);
+                        prefetch(src.wrapping_add(ROWS_AHEAD * stride));
+                        let v = if left >= S::LANES { E::load(s, src) } else { E::load_part(s, src, left) };
+                        s.store(out.add(done * steps + step * width + j), v);
+                    }
+                    j += S::LANES;
                 }
-                j += S::LANES;
+                done += width;
             }
-            done += width;
         }
     }
 }
