@@ -85,6 +85,33 @@ pub(crate) struct Group {
     _monitor: Option<monitor::Monitor>,
 }
 
+/// How staging memory is cut into slots, the same on all ranks.
+#[derive(Clone, Copy)]
+struct Ring {
+    /// A power of two, at least 2: steps are counted beyond the range of their counter.
+    slots: usize,
+    slot_bytes: usize,
+}
+
+impl Ring {
+    /// The longest piece for each rank while every rank has a core. The first piece is staged before anything can be taken, so short
+    /// is good; a step costs a trip between cores, so it should take much longer than that.
+    const PIECE_BYTES: usize = 64 << 10;
+    /// Until a slot is used again its lines have left the other core's first-level cache, so that storing to it does not have to take
+    /// them away; all slots of a rank still fit a second-level cache.
+    const SLOTS: usize = 8;
+
+    /// Ranks that share cores use whole halves of their staging memory: there a step costs a switch.
+    fn new(segment_bytes: usize, ranks: usize, crowded: bool) -> Ring {
+        if crowded {
+            return Ring { slots: 2, slot_bytes: segment_bytes };
+        }
+        let slot_bytes = (Self::PIECE_BYTES * ranks).min(segment_bytes) & !63;
+        let fitting = 2 * segment_bytes / slot_bytes;
+        Ring { slots: Self::SLOTS.min(1 << fitting.ilog2()), slot_bytes }
+    }
+}
+
 /// One rank's place in a group; queued tasks keep it alive. Dropping it is leaving in order.
 struct Seat {
     group: Arc<Group>,
@@ -92,6 +119,7 @@ struct Seat {
     spin: u32,
     /// More ranks than cores; the same on all ranks.
     crowded: bool,
+    ring: Ring,
     /// The sequence number whose turn it is.
     turn: AtomicU64,
     /// Threads that wait for another's turn to end; nobody to wake costs no system call.
@@ -114,11 +142,13 @@ impl Seat {
     fn new(group: Arc<Group>, rank: usize) -> Seat {
         let crowded = group.shared.ranks > group.shared.cores();
         let spin = if crowded { 0 } else { group.options.spin };
+        let ring = Ring::new(group.shared.segment_bytes, group.shared.ranks, crowded);
         Seat {
             group,
             rank,
             spin,
             crowded,
+            ring,
             turn: AtomicU64::new(1),
             queued: AtomicU32::new(0),
             failed: AtomicBool::new(false),

@@ -25,9 +25,6 @@ pub(super) struct Operands {
 
 /// A result of at least this many bytes does not stay in a cache of today's cores anyway: it is stored around them.
 const STREAM_BYTES: usize = 8 << 20;
-/// The longest piece while every rank has a core. The first piece is staged before anything can be taken, so short is good; a step
-/// costs a trip between cores, so it should take much longer than that. Ranks that share cores use the whole slot: there a step costs a switch.
-const PIECE_BYTES: usize = 64 << 10;
 /// Lines of mail that are summed at a time, and their bytes: a whole number of elements of every type.
 const BLOCK_LINES: usize = 8;
 const BLOCK_BYTES: usize = BLOCK_LINES * MAIL_BYTES;
@@ -86,8 +83,7 @@ impl Pass<'_> {
     /// (bytes per piece, pieces) to move `bytes` with `per_slot` pieces in a slot. Pieces end at cache lines, so that
     /// elements are never cut and slices of a slot are aligned.
     fn pieces(&self, bytes: usize, per_slot: usize) -> (usize, usize) {
-        let slot = self.seat.shared().segment_bytes / per_slot;
-        let piece = if self.seat.crowded { slot } else { slot.min(PIECE_BYTES) } & !63;
+        let piece = (self.seat.ring.slot_bytes / per_slot) & !63;
         (piece, bytes.div_ceil(piece))
     }
 
@@ -188,7 +184,7 @@ impl Pass<'_> {
             steps,
             &|k| piece.min(part - k * piece),
             &|k, b| unsafe {
-                copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed);
+                copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached);
                 // Here, while it is in the cache. In place there is nothing to do.
                 if own.cast_const() != at.src {
                     copy(own.add(k * piece + b.start), at.src.add(k * piece + b.start), b.len(), store);
@@ -215,7 +211,7 @@ impl Pass<'_> {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
                     unsafe {
                         let slot = self.slot(rank, k).add(to * piece + b.start);
-                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Streamed)
+                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Cached)
                     }
                 }
             },
@@ -292,7 +288,7 @@ impl Pass<'_> {
             steps,
             &|k| piece.min(bytes - k * piece),
             // SAFETY: piece k of the data, and the own slot, which is ours in `fill`. Sums of piece k are written after it was copied.
-            &|k, b| unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed) },
+            &|k, b| unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached) },
             // SAFETY: the slots are filled; piece k of the data is ours. It was read just now, so its lines are in the cache.
             &|k, b| unsafe {
                 let data = at.dst.add(k * piece + b.start);
@@ -344,7 +340,7 @@ impl Pass<'_> {
                         // SAFETY: the share of `to` of segment m; sub-slot `to` of the own slot, which is ours in `fill`.
                         unsafe {
                             if bytes > 0 {
-                                copy(self.slot(rank, k).add(to * full + within), at.src.add(data), bytes, Store::Streamed)
+                                copy(self.slot(rank, k).add(to * full + within), at.src.add(data), bytes, Store::Cached)
                             }
                         }
                     }
@@ -354,7 +350,7 @@ impl Pass<'_> {
                     // SAFETY: the own share of segment m, summed at an earlier step; the own slot is ours in `fill`.
                     unsafe {
                         if bytes > 0 {
-                            copy(self.slot(rank, k).add(within), at.dst.add(data), bytes, Store::Streamed)
+                            copy(self.slot(rank, k).add(within), at.dst.add(data), bytes, Store::Cached)
                         }
                     }
                 }
@@ -400,7 +396,7 @@ impl Pass<'_> {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
                     unsafe {
                         let slot = self.slot(rank, k).add(to * piece + b.start);
-                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Streamed)
+                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Cached)
                     }
                 }
             },
@@ -433,7 +429,7 @@ impl Pass<'_> {
             &|k, b| {
                 if rank == root {
                     // SAFETY: piece k of the data; the own slot is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Streamed) }
+                    unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached) }
                 }
             },
             &|k, b| {

@@ -401,11 +401,10 @@ impl Shared {
         (0..16).map(|word| all(word).count_ones() as usize).sum()
     }
 
-    /// Where `rank` stages step `step`.
-    pub fn slot(&self, rank: usize, step: u32) -> *mut u8 {
+    /// The staging memory of `rank`: two slots, or as many smaller ones as a group cuts it into.
+    pub fn staging(&self, rank: usize) -> *mut u8 {
         assert!(rank < self.ranks);
-        let index = 2 * rank + step as usize % 2;
         // SAFETY: the layout has two slots per rank after the control pages.
-        unsafe { self.mapped.base.add(PAGE_BYTES + self.ranks * CONTROL_BYTES + index * self.segment_bytes) }
+        unsafe { self.mapped.base.add(PAGE_BYTES + self.ranks * CONTROL_BYTES + 2 * rank * self.segment_bytes) }
     }
 }

@@ -48,7 +48,10 @@ impl<'a> Pass<'a> {
 
     /// Where `rank` stages piece `k` of this collective.
     pub fn slot(&self, rank: usize, k: usize) -> *mut u8 {
-        self.seat.shared().slot(rank, self.base.wrapping_add(k as u32))
+        let ring = self.seat.ring;
+        let slot = self.base.wrapping_add(k as u32) as usize % ring.slots;
+        // SAFETY: a rank's staging memory has all slots of the ring.
+        unsafe { self.seat.shared().staging(rank).add(slot * ring.slot_bytes) }
     }
 
     /// Runs `steps` steps: `fill(k, bytes)` writes bytes of piece k to this rank's slot, `take(k, bytes)` reads them from the others'.
