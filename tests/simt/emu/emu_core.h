@@ -14,7 +14,8 @@ struct Range {
 // What a launch did, summed over its blocks. Mirrored in Rust.
 struct Counters {
     u64 read_bytes, write_bytes;          // useful bytes of device memory
-    u64 read_sectors, write_sectors;      // 32-byte sectors touched, per warp access
+    u64 read_sectors, write_sectors;      // 32-byte sectors touched, per warp access: traffic of the first cache
+    u64 distinct_reads, distinct_writes;  // sectors touched at all in a launch: traffic of the memory behind perfect caches
     u64 shared_accesses, shared_cycles;   // warp accesses to shared memory, and cycles of the banks they took
     u64 worst_ways;                       // most cycles of one phase of an access: 1 is conflict-free
     u64 matrix, shuffles, barriers, blocks;
@@ -46,6 +47,13 @@ struct Access {
     bool shared, write;
 };
 
+// Which sectors of a range a launch has read (1) and written (2).
+struct Touched {
+    u64 first = 0;
+    std::vector<std::atomic<u8>> bits;
+    Touched(const Range& r) : first(r.begin / 32), bits(r.end > r.begin ? (r.end - 1) / 32 - r.begin / 32 + 1 : 0) {}
+};
+
 struct Pending {
     void* to;
     Raw16 data;
@@ -61,6 +69,7 @@ struct Fiber {
     int tid, lane;
     u32 in[8], out[8];  // registers given to and received from a warp instruction
     int groups;
+    u64 steps;  // accesses to memory so far
     std::vector<Pending> pending;
     std::vector<Access> accesses;
 };
@@ -73,6 +82,8 @@ struct Shadow {
 };
 
 constexpr size_t STACK_BYTES = 256 << 10;
+// A thread that accesses memory more often is in a loop that does not end; tests are far below.
+constexpr u64 MOST_STEPS = 20000000;
 constexpr size_t ARENA_BYTES = 256 << 10;
 
 // A block on its host thread.
@@ -94,6 +105,7 @@ struct Block {
     u64 epoch;
     std::vector<u32> warp_syncs;
     u64 random;
+    std::vector<Touched>* touched;  // by range; null: not counted
     bool failed;
     char error[512];
     Counters counters;
@@ -102,6 +114,9 @@ struct Block {
 inline thread_local Block* block __attribute__((tls_model("initial-exec")));
 inline thread_local Fiber* self __attribute__((tls_model("initial-exec")));
 
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" void __asan_unpoison_memory_region(void const volatile* at, size_t bytes);
+#endif
 extern "C" void zrt_emu_switch(void** save, void* to);
 #if defined(__x86_64__)
 // Saves what a call must keep, changes stacks, and goes on there.
@@ -214,6 +229,10 @@ inline void fiber_main() {
 }
 
 inline void start(Fiber& f, int tid) {
+#if defined(__SANITIZE_ADDRESS__)
+    // The last fiber of this stack was left, not ended: its frames are still marked.
+    __asan_unpoison_memory_region(block->stacks + (size_t)tid * STACK_BYTES, STACK_BYTES);
+#endif
     // Stacks start at different cache sets, else all fibers would share one.
     char* top = block->stacks + (size_t)(tid + 1) * STACK_BYTES - ((size_t)tid * 832 & 0x3fc0);
     void** sp = (void**)((uintptr_t)top & ~(uintptr_t)63);
@@ -231,6 +250,7 @@ inline void start(Fiber& f, int tid) {
     f.tid = tid;
     f.lane = tid % WARP;
     f.groups = 0;
+    f.steps = 0;
     f.pending.clear();
     f.accesses.clear();
 }
@@ -346,6 +366,8 @@ inline int launch(void (*body)(const void*), const void* params, const char* nam
     u64 blocks = (u64)run->grid[0] * run->grid[1] * run->grid[2];
     std::atomic<u64> next{0};
     std::atomic<bool> stop{false};
+    std::vector<Touched> touched;
+    for (u32 i = 0; run->count && i < run->n_ranges; i++) touched.emplace_back(run->ranges[i]);
     std::mutex done;
     auto work = [&] {
         static thread_local Worker worker;
@@ -356,6 +378,7 @@ inline int launch(void (*body)(const void*), const void* params, const char* nam
         b.run = run, b.body = body, b.params = params, b.name = name;
         b.threads = (int)run->threads;
         b.arena_used = run->shared_bytes;
+        b.touched = run->count ? &touched : nullptr;
         b.statics.clear();
         b.warp_syncs.assign((size_t)b.threads / WARP, 0);
         b.failed = false;
@@ -381,6 +404,11 @@ inline int launch(void (*body)(const void*), const void* params, const char* nam
     for (u64 i = 1; i < workers; i++) others.emplace_back(work);
     work();
     for (auto& t : others) t.join();
+    for (auto& t : touched)
+        for (auto& bits : t.bits) {
+            run->counters->distinct_reads += bits & 1;
+            run->counters->distinct_writes += bits >> 1 & 1;
+        }
     return stop ? 1 : 0;
 }
 

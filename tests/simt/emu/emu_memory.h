@@ -26,7 +26,7 @@ inline __attribute__((noinline)) void bad_address(uintptr_t at, size_t bytes, bo
 }
 
 inline void check_device(uintptr_t at, size_t bytes, bool write) {
-    static thread_local const Range* last;
+    static thread_local const Range* last __attribute__((tls_model("initial-exec")));
     const Run& run = *block->run;
     // Only a guess, checked like the rest: it may be of an older launch, so its address is compared first.
     if (last >= run.ranges && last < run.ranges + run.n_ranges && at >= last->begin && at + bytes <= last->end && (!write || last->writable)) return;
@@ -65,17 +65,27 @@ inline void check_shared(uintptr_t at, size_t bytes, bool write) {
     }
 }
 
-inline __attribute__((noinline)) void record(uintptr_t at, size_t bytes, bool shared, bool write) {
-    self->accesses.push_back({__builtin_return_address(0), at, (u16)bytes, shared, write});
+inline void record(const void* site, uintptr_t at, size_t bytes, bool shared, bool write) {
+    self->accesses.push_back({site, at, (u16)bytes, shared, write});
+    if (shared) return;
+    const Run& run = *block->run;
+    for (u32 i = 0; i < run.n_ranges; i++) {
+        if (at < run.ranges[i].begin || at + bytes > run.ranges[i].end) continue;
+        Touched& t = (*block->touched)[i];
+        t.bits[at / 32 - t.first].fetch_or(write ? 2 : 1, std::memory_order_relaxed);
+        return;
+    }
 }
 
-template <bool SHARED_MEMORY> DEVICE void touch(uintptr_t at, size_t bytes, bool write) {
+// Not inlined: its return address is the place of the access, and kernels compile several times faster.
+template <bool SHARED_MEMORY> __attribute__((noinline)) void touch(uintptr_t at, size_t bytes, bool write) {
     if (at % bytes) fail_fiber("%s %d bytes at %p, which is not aligned to them", write ? "writes" : "reads", (int)bytes, (void*)at);
+    if (++self->steps > MOST_STEPS) fail_fiber("does not end: %lld accesses to memory by one thread", (long long)self->steps);
     if (SHARED_MEMORY)
         check_shared(at, bytes, write);
     else
         check_device(at, bytes, write);
-    if (block->run->count) record(at, bytes, SHARED_MEMORY, write);
+    if (block->run->count) record(__builtin_return_address(0), at, bytes, SHARED_MEMORY, write);
 }
 
 template <class V, bool S> DEVICE V load_bytes(const void* p) {

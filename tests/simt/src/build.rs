@@ -139,18 +139,19 @@ impl Kernels {
 
     fn flags(build: &Build) -> Vec<String> {
         let mut flags: Vec<String> =
-            ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing"]
-                .map(String::from)
-                .to_vec();
+            ["-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing"].map(String::from).to_vec();
         flags.extend(["-Wall", "-Wno-unknown-pragmas", "-DGPU_EMU"].map(String::from));
+        // What runs a few small cases need not be fast.
+        let once = !build.mutations.is_empty() || build.sanitizer != Sanitizer::None;
+        flags.push(if once { "-O1" } else { "-O2" }.into());
         flags.push(format!("-DGPU_WARP={}", build.lanes));
         if build.gfx950 {
             flags.push("-DGPU_EMU_GFX950".into());
         }
         match build.sanitizer {
             Sanitizer::None => {}
-            Sanitizer::Address => flags.push("-fsanitize=address".into()),
-            Sanitizer::Undefined => flags.extend(["-fsanitize=undefined".into(), "-fno-sanitize-recover=undefined".into()]),
+            Sanitizer::Address => flags.extend(["-g1", "-fsanitize=address"].map(String::from)),
+            Sanitizer::Undefined => flags.extend(["-g1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined"].map(String::from)),
         }
         flags
     }

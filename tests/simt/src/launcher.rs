@@ -23,7 +23,7 @@ pub enum Order {
     Random(u64),
 }
 
-/// What launches did. Sectors are 32 bytes of device memory, counted once per access of a warp.
+/// What launches did. Sectors are 32 bytes of device memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Counters {
@@ -31,10 +31,14 @@ pub struct Counters {
     pub read_bytes: u64,
     /// Bytes that threads wrote to it.
     pub write_bytes: u64,
-    /// Sectors read.
+    /// Sectors read, once per access of a warp: traffic of the first cache.
     pub read_sectors: u64,
-    /// Sectors written.
+    /// Sectors written, once per access of a warp.
     pub write_sectors: u64,
+    /// Sectors that a launch read at all: what comes from memory where caches hold the rest.
+    pub distinct_reads: u64,
+    /// Sectors that a launch wrote at all.
+    pub distinct_writes: u64,
     /// Accesses of warps to shared memory.
     pub shared_accesses: u64,
     /// Cycles of the banks that they took.

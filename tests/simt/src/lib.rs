@@ -3,12 +3,14 @@
 //!
 //! * [`build`] compiles and loads them, once per text and flags; texts can be changed to see that a test would notice.
 //! * [`launcher`] runs the launches of [`zrt_kernels::gpu::GpuOps`] in the order of a stream, and counts.
+//! * [`cases`] one small case of every operation, for what runs over all kernels.
 //! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
 //! * [`gates`] what real compilers make of the same sources, by [`rtc`] and others.
 //! * [`page`] what calls should cost on real GPUs: [`shapes`] the calls of training, [`plan`] their launches.
 #![deny(unsafe_code)]
 
 pub mod build;
+pub mod cases;
 pub mod device;
 pub mod gates;
 pub mod launcher;
