@@ -30,6 +30,8 @@ pub const B8: Model = Model { name: "8B", hidden: 4096, heads: 32, kv_heads: 8, 
 pub const B70: Model = Model { name: "70B", hidden: 8192, heads: 64, kv_heads: 8, mlp: 28_672, vocab: 128_256 };
 /// Small and odd: for the emulator.
 pub const TINY: Model = Model { name: "tiny", hidden: 64, heads: 2, kv_heads: 1, mlp: 88, vocab: 130 };
+/// Many tiles of every kernel, not all of them full.
+pub const MIDDLE: Model = Model { name: "middle", hidden: 1024, heads: 8, kv_heads: 2, mlp: 2816, vocab: 4099 };
 
 /// What operands hold at first.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,7 +62,7 @@ pub type Run = Box<dyn Fn(&dyn Ops, &dyn Stream) -> Result<()>>;
 pub struct Call {
     /// Makes it, on operations of the device that the operands are in.
     pub run: Run,
-    /// What it writes, workspace aside.
+    /// What it writes or changes, workspace aside.
     pub outputs: Vec<View>,
 }
 
@@ -138,9 +140,10 @@ fn norms(n: usize, c: usize) -> [Case; 2] {
     let backward = case("rmsnorm_backward", sizes, 2, move |m| {
         let (dx, dy, x, w) = (normal(m, n * c, BF16, 3)?, normal(m, n * c, BF16, 4)?, normal(m, n * c, BF16, 1)?, normal(m, c, BF16, 2)?);
         let (rstd, ws) = (m.tensor(n, F32, Fill::Normal(1.0, 5))?, scratch(m, OpShape::RmsNormBackward { rows: n, cols: c })?);
+        let outputs = vec![dx.view()];
         let run =
             move |ops: &dyn Ops, s: &dyn Stream| ops.rmsnorm_backward(Some((&dx, Write::Add)), None, &dy, &x, &rstd, &w, n, c, &ws, s);
-        Ok((Vec::new(), run))
+        Ok((outputs, run))
     });
     [forward, backward]
 }
@@ -177,8 +180,7 @@ fn loras(n: usize, name: &str, inputs: usize, outputs: &[usize], rank: usize, ti
         };
         let adapters = of_forward.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
         let (x, ws) = (normal(m, n * inputs, BF16, 1)?, scratch(m, shape)?);
-        // y is added to, so it is no output that a second call would repeat.
-        let out = adapters.iter().map(|a| a.t.view()).collect();
+        let out = adapters.iter().flat_map(|a| [a.t.view(), a.y.view()]).collect();
         Ok((out, move |ops: &dyn Ops, s: &dyn Stream| ops.lora(&adapters, &x, None, n, inputs, &ws, s)))
     });
     let backward = case("lora_backward", sizes, times, move |m| {
@@ -190,7 +192,7 @@ fn loras(n: usize, name: &str, inputs: usize, outputs: &[usize], rank: usize, ti
         };
         let adapters = of_backward.iter().enumerate().map(one).collect::<Result<Vec<_>>>()?;
         let (dx, x, ws) = (normal(m, n * inputs, BF16, 11)?, normal(m, n * inputs, BF16, 1)?, scratch(m, shape)?);
-        let out = adapters.iter().flat_map(|a| [a.da.view(), a.db.view()]).collect();
+        let out = adapters.iter().flat_map(|a| [a.da.view(), a.db.view()]).chain([dx.view()]).collect();
         Ok((out, move |ops: &dyn Ops, s: &dyn Stream| ops.lora_backward(Some(&dx), &adapters, &x, None, n, inputs, &ws, s)))
     });
     [forward, backward]
@@ -232,11 +234,11 @@ fn ropes(n: usize, heads: usize, head_dim: usize) -> [Case; 2] {
     let sizes = format!("{n} x {heads} heads of {head_dim}");
     let forward = case("rope", sizes.clone(), 1, move |m| {
         let (x, table, positions): (ViewMut, ViewMut, ViewMut) = prepare(m)?;
-        Ok((Vec::new(), move |ops: &dyn Ops, s: &dyn Stream| ops.rope(&x, &table, &positions, heads, head_dim, s)))
+        Ok((vec![x.view()], move |ops: &dyn Ops, s: &dyn Stream| ops.rope(&x, &table, &positions, heads, head_dim, s)))
     });
     let backward = case("rope_backward", sizes, 1, move |m| {
         let (x, table, positions): (ViewMut, ViewMut, ViewMut) = prepare(m)?;
-        Ok((Vec::new(), move |ops: &dyn Ops, s: &dyn Stream| ops.rope_backward(&x, &table, &positions, heads, head_dim, s)))
+        Ok((vec![x.view()], move |ops: &dyn Ops, s: &dyn Stream| ops.rope_backward(&x, &table, &positions, heads, head_dim, s)))
     });
     [forward, backward]
 }
@@ -267,7 +269,7 @@ fn narrow(n: usize, c: usize, times: usize) -> Case {
 fn add_into(n: usize, c: usize) -> Case {
     case("add_into", format!("{n} x {c}, f32 into bf16"), 2, move |m| {
         let (y, x) = (normal(m, n * c, BF16, 1)?, normal(m, n * c, F32, 2)?);
-        Ok((Vec::new(), move |ops: &dyn Ops, s: &dyn Stream| ops.add_into(&y, &x, s)))
+        Ok((vec![y.view()], move |ops: &dyn Ops, s: &dyn Stream| ops.add_into(&y, &x, s)))
     })
 }
 
@@ -317,7 +319,8 @@ pub fn ends(model: Model, n: usize, adapted: usize) -> Vec<Case> {
         let (p, moment, v) = (normal(m, adapted, F32, 1)?, zeros(m, adapted, F32)?, zeros(m, adapted, F32)?);
         let (g, one) = (normal(m, adapted, F32, 2)?, normal(m, 1, F32, 3)?);
         let hp = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, step: 1 };
-        Ok((Vec::new(), move |ops: &dyn Ops, s: &dyn Stream| ops.adamw(&p, &moment, &v, None, &g, &one, hp, s)))
+        let outputs = vec![p.view(), moment.view(), v.view()];
+        Ok((outputs, move |ops: &dyn Ops, s: &dyn Stream| ops.adamw(&p, &moment, &v, None, &g, &one, hp, s)))
     });
     let squares = case("sum_squares", format!("{adapted} elements"), 0, move |m| {
         let (nodes, x) = (zeros(m, 96, F32)?, normal(m, adapted, F32, 1)?);

@@ -1,0 +1,83 @@
+//! The bench of kernels on a real GPU, called by `benches/gpu.sh`:
+//!
+//! ```text
+//! gpu_kernels [PEERS.tsv]     checks against the CPU, then times; without a GPU it says so
+//! gpu_kernels --emulate ARCH  the same checks on the emulator (sm_90, gfx942, gfx950)
+//! gpu_kernels --list          the calls that are timed, for benches/compare/gpu.py
+//! ```
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+use std::time::Duration;
+use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
+use zrt_simt::bench::Target;
+use zrt_simt::bench::checks::{Host, Outcome, TOLERANCE, check, checked};
+use zrt_simt::bench::launcher::Gpu;
+use zrt_simt::bench::times::{Peers, cases, table};
+use zrt_simt::{SimtDevice, SimtOptions};
+
+/// Checks all calls; false if one is wrong.
+fn check_all(device: &dyn Target, large: bool) -> Result<bool, String> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let options = CpuOptions { threads, mode: Mode::Threaded, track: false, trace: false };
+    let cpu = CpuDevice::new(options).and_then(|d| Host::new(d)).map_err(|e| e.to_string())?;
+    let (mut good, mut missing, mut worst, mut wrong) = (0, Vec::new(), 0.0f64, 0);
+    for case in checked(large) {
+        match check(&case, device, &cpu).map_err(|e| format!("{} {}: {e}", case.op, case.sizes))? {
+            Outcome::Distance(d) if d <= TOLERANCE => (good, worst) = (good + 1, worst.max(d)),
+            Outcome::Distance(d) => {
+                println!("WRONG: {} {}: off by {d:.2e}, at most {TOLERANCE:.2e}", case.op, case.sizes);
+                wrong += 1;
+            }
+            Outcome::NoKernel => missing.push(case.op),
+            Outcome::Failed(e) => {
+                println!("FAILED: {} {}: {e}", case.op, case.sizes);
+                wrong += 1;
+            }
+        }
+    }
+    missing.sort();
+    missing.dedup();
+    println!("checks: {good} calls agree with the CPU (worst distance {worst:.1e}), {wrong} do not; without a kernel: {missing:?}");
+    Ok(wrong == 0)
+}
+
+fn run(arguments: &[String]) -> Result<bool, String> {
+    match arguments.first().map(String::as_str) {
+        Some("--list") => {
+            cases().iter().for_each(|c| println!("{}\t{}", c.op, c.sizes));
+            Ok(true)
+        }
+        Some("--emulate") => {
+            let known = ["sm_80", "sm_90", "gfx90a", "gfx942", "gfx950"];
+            let wanted = arguments.get(1).map_or("sm_90", String::as_str);
+            let arch = known.into_iter().find(|a| *a == wanted).ok_or_else(|| format!("{wanted}: expected one of {known:?}"))?;
+            let device = SimtDevice::new(SimtOptions { arch, ..Default::default() }).map_err(|e| e.to_string())?;
+            println!("emulated {arch}");
+            check_all(&Host::new(device).map_err(|e| e.to_string())?, false)
+        }
+        peers => {
+            let Some(gpu) = Gpu::find()? else {
+                println!("not run: no CUDA or HIP device");
+                return Ok(true);
+            };
+            println!("{}, {}, {} units, {}", gpu.driver().name, gpu.arch().name, gpu.arch().units, gpu.rtc().version());
+            let right = check_all(&gpu, true)?;
+            let text = peers.map(std::fs::read_to_string).transpose().map_err(|e| format!("{}: {e}", arguments[0]))?;
+            println!("{}", table(&gpu, &Peers::parse(&text.unwrap_or_default()), Duration::from_secs(180))?);
+            Ok(right)
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("{e}");
+            ExitCode::FAILURE
+        }
+    }
+}
