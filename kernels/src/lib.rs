@@ -6,6 +6,7 @@
 //! * [`checks`] whether a call of an operation is well-formed; used by every device.
 //! * [`gpu`] the operations on GPUs: which kernels are launched, whoever launches them.
 //! * [`host`] own operations of embedders, as host code over slices.
+//! * [`rate`] how fast operations are, beside what the processor can do.
 //! * [`philox`] the counter-based random numbers that dropout and initialization use.
 //!
 //! Everything that takes time is an operation on a [`device::Stream`]; calling one only enqueues it.
@@ -21,6 +22,7 @@ pub mod host;
 pub mod memory;
 pub mod ops;
 pub mod philox;
+pub mod rate;
 pub mod sim;
 
 pub use device::{Device, DeviceInfo, Event, HostTask, Readback, Stream};

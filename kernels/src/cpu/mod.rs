@@ -8,6 +8,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod convert;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
@@ -15,6 +16,7 @@ mod event;
 pub mod float;
 pub(crate) mod heap;
 mod info;
+pub mod limits;
 pub mod linear;
 #[cfg(test)]
 mod linear_tests;

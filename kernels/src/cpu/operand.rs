@@ -207,12 +207,15 @@ impl Operand {
         if let Operand::Bf16(y) = self {
             // SAFETY: by contract.
             let y = unsafe { y.slice(start, x.len()) };
-            if (y.as_ptr() as usize).is_multiple_of(2 * S::LANES) && x.len().is_multiple_of(S::LANES) {
+            if (y.as_ptr() as usize).is_multiple_of(4 * S::LANES) && x.len().is_multiple_of(2 * S::LANES) {
                 let mut i = 0;
                 while i < x.len() {
-                    // SAFETY: whole vectors in both, aligned.
-                    unsafe { s.stream_bf16(y.as_mut_ptr().add(i).cast(), s.load(x.as_ptr().add(i))) };
-                    i += S::LANES;
+                    // SAFETY: two whole vectors in both, aligned.
+                    unsafe {
+                        let from = x.as_ptr().add(i);
+                        s.stream_bf16(y.as_mut_ptr().add(i).cast(), s.load(from), s.load(from.add(S::LANES)));
+                    }
+                    i += 2 * S::LANES;
                 }
                 return;
             }

@@ -18,9 +18,9 @@ impl Avx2 {
     }
 }
 
-/// Bits of the lanes as bf16, rounded to nearest even; NaN stays NaN.
+/// Each lane rounded to bf16, to nearest even, in its lower half; NaN stays NaN.
 #[inline(always)]
-fn rounded(_proof: Avx2, v: __m256) -> __m128i {
+fn rounded(_proof: Avx2, v: __m256) -> __m256i {
     // SAFETY: the proof.
     unsafe {
         let bits = _mm256_castps_si256(v);
@@ -29,8 +29,7 @@ fn rounded(_proof: Avx2, v: __m256) -> __m128i {
         let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))));
         let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
         let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-        let out = _mm256_blendv_epi8(rounded, quiet, nan);
-        _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(out, out)))
+        _mm256_blendv_epi8(rounded, quiet, nan)
     }
 }
 
@@ -63,7 +62,11 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut u16, v: __m256) {
         // SAFETY: `self` proves AVX2 and FMA; `p` by contract.
-        unsafe { _mm_storeu_si128(p.cast(), rounded(self, v)) }
+        unsafe {
+            let out = rounded(self, v);
+            let pairs = _mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(out, out));
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(pairs));
+        }
     }
     #[inline(always)]
     unsafe fn stream(self, p: *mut f32, v: __m256) {
@@ -71,9 +74,12 @@ impl Simd for Avx2 {
         unsafe { _mm256_stream_ps(p, v) }
     }
     #[inline(always)]
-    unsafe fn stream_bf16(self, p: *mut u16, v: __m256) {
+    unsafe fn stream_bf16(self, p: *mut u16, low: __m256, high: __m256) {
         // SAFETY: `self` proves AVX2 and FMA; `p` and its alignment by contract.
-        unsafe { _mm_stream_si128(p.cast(), rounded(self, v)) }
+        unsafe {
+            let both = _mm256_packus_epi32(rounded(self, low), rounded(self, high));
+            _mm256_stream_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(both));
+        }
     }
     #[inline(always)]
     fn stream_end(self) {

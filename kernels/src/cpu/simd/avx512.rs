@@ -91,9 +91,12 @@ macro_rules! sixteen_lanes {
             unsafe { _mm512_stream_ps(p, v) }
         }
         #[inline(always)]
-        unsafe fn stream_bf16(self, p: *mut u16, v: __m512) {
+        unsafe fn stream_bf16(self, p: *mut u16, low: __m512, high: __m512) {
             // SAFETY: `self` proves AVX-512; `p` and its alignment by contract.
-            unsafe { _mm256_stream_si256(p.cast(), rounded(v)) }
+            unsafe {
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(rounded(low)), rounded(high));
+                _mm512_stream_si512(p.cast(), both);
+            }
         }
         #[inline(always)]
         fn stream_end(self) {

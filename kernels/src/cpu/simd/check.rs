@@ -35,7 +35,10 @@ simd_fn! {
             // SAFETY: as above; the arrays are aligned to 64 bytes and whole vectors follow each other.
             unsafe {
                 <bf16 as Elem>::store(s, narrow.0[0].as_mut_ptr().add(i), x);
-                s.stream_bf16(narrow.0[1].as_mut_ptr().add(i).cast(), x);
+                // Two vectors at a time; the second of a pair is written with the first.
+                if (i / S::LANES).is_multiple_of(2) {
+                    s.stream_bf16(narrow.0[1].as_mut_ptr().add(i).cast(), x, s.load(a.as_ptr().add(i + S::LANES)));
+                }
             }
             let small = s.mul(y, s.splat(0.25));
             s.store_slice(&mut out[0][i..], s.add(x, y));

@@ -170,14 +170,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
         // SAFETY: passed on.
         unsafe { self.store(p, v) }
     }
-    /// As [`Simd::stream`], rounded to bf16.
+    /// As [`Simd::stream`], two vectors rounded to bf16: as many bytes as one of `f32`, so that stores are as wide.
     ///
     /// # Safety
-    /// As [`Simd::store_bf16`], and `p` is a multiple of `2 * LANES` bytes.
+    /// `p` is valid for writing `2 * LANES` elements, and a multiple of `4 * LANES` bytes.
     #[inline(always)]
-    unsafe fn stream_bf16(self, p: *mut u16, v: Self::V) {
+    unsafe fn stream_bf16(self, p: *mut u16, low: Self::V, high: Self::V) {
         // SAFETY: passed on.
-        unsafe { self.store_bf16(p, v) }
+        unsafe {
+            self.store_bf16(p, low);
+            self.store_bf16(p.add(Self::LANES), high);
+        }
     }
     /// Orders what [`Simd::stream`] and [`Simd::stream_bf16`] wrote before all later stores.
     #[inline(always)]
