@@ -126,7 +126,7 @@ impl Job {
                 (BaseId::of(&model.folder, &weights).map_err(input)?, Some(Arc::new(weights)))
             }
         };
-        let sources = Sources { base: weights, adapter, checkpoint: None, seed: t.seed };
+        let sources = Sources { base: weights, adapter, seed: t.seed, ..Sources::default() };
         Ok(Job { config: config.clone(), model, batch, schedule, eval, sources, base })
     }
 

@@ -21,6 +21,7 @@ pub mod peft;
 pub mod plan;
 pub mod progress;
 pub mod rank;
+pub mod rate;
 pub mod resume;
 pub mod run;
 pub mod saver;

@@ -50,6 +50,21 @@ impl Streams {
 pub trait WeightSource: Send + Sync {
     /// Fills `dst` with elements `[start, start + dst.len() / dtype.bytes())` of `param`, as `dtype`.
     fn read(&self, param: &ParamSpec, start: usize, dst: &mut [u8], dtype: DType) -> std::result::Result<(), String>;
+
+    /// The same for several ranges at once, in any order: whoever can overlaps them. Stops at the first error.
+    fn read_all(&self, parts: Vec<ReadPart<'_>>, dtype: DType) -> std::result::Result<(), String> {
+        parts.into_iter().try_for_each(|p| self.read(p.param, p.start, p.dst, dtype))
+    }
+}
+
+/// One range of [`WeightSource::read_all`].
+pub struct ReadPart<'a> {
+    /// The parameter.
+    pub param: &'a ParamSpec,
+    /// Its first element to read.
+    pub start: usize,
+    /// Receives the elements: its length says how many.
+    pub dst: &'a mut [u8],
 }
 
 /// What the store needs to know of the configuration.
@@ -228,15 +243,23 @@ impl ParamStore {
     /// Reads this rank's shard of segment `i` into `own` (of any float type) on the comm stream; padding becomes zero.
     pub fn read_shard(&self, i: usize, own: &ViewMut, source: &Arc<dyn WeightSource>) -> Result<()> {
         let s = &self.plan.segments[i];
-        let start = self.comm.rank() * s.shard;
-        self.streams.comm.fill(own, 0.0)?;
-        for (param, from, at, elems) in s.pieces(start, start + s.shard) {
-            let spec = self.plan.units[s.unit].params[param].clone();
-            let (source, dtype) = (source.clone(), own.dtype());
-            let what = spec.name.clone();
-            self.streams.comm.write(&own.slice(at, elems)?, &what, Box::new(move |dst| source.read(&spec, from, dst, dtype)))?;
-        }
-        Ok(())
+        let first = self.comm.rank() * s.shard;
+        let (plan, source, dtype) = (self.plan.clone(), source.clone(), own.dtype());
+        // One task for all of the shard, so that its tensors are read side by side.
+        let read = move |mut dst: &mut [u8]| {
+            let s = &plan.segments[i];
+            let (mut parts, mut at) = (Vec::new(), 0);
+            for (param, start, from, elems) in s.pieces(first, first + s.shard) {
+                let (gap, rest) = dst.split_at_mut((from - at) * dtype.bytes());
+                gap.fill(0);
+                let (piece, rest) = rest.split_at_mut(elems * dtype.bytes());
+                parts.push(ReadPart { param: &plan.units[s.unit].params[param], start, dst: piece });
+                (dst, at) = (rest, from + elems);
+            }
+            dst.fill(0);
+            source.read_all(parts, dtype)
+        };
+        Ok(self.streams.comm.write(own, &self.plan.units[s.unit].name, Box::new(read))?)
     }
 
     /// After this rank's part of segment `i` was written on the comm stream: completes copies, and marks the version as present.

@@ -166,7 +166,8 @@ fn start<'a>(job: &'a Job, at: Surroundings) -> Result<Run<'a>> {
     let options = engine_options(&job.config, &job.batch);
     let mut engine = Engine::new(at.device.clone(), at.comm.clone(), job.model.model.clone(), options)?;
     let s = &job.sources;
-    let sources = Sources { base: s.base.clone(), adapter: s.adapter.clone(), checkpoint: reader.clone(), seed: s.seed };
+    let sources =
+        Sources { base: s.base.clone(), adapter: s.adapter.clone(), checkpoint: reader.clone(), seed: s.seed, ..Sources::default() };
     let source: Arc<dyn WeightSource> = Arc::new(sources);
     engine.load(&source).map_err(as_input)?;
     let (mut step, mut moved, mut skipped) = (0, false, 0);

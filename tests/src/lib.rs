@@ -135,7 +135,7 @@ impl Subject {
         });
         let specs = loaded.or(fresh);
         let model = Decoder::new(arch, seq, specs.as_deref(), self.dropout).unwrap();
-        let sources = Sources { base: Some(weights), adapter: adapter.map(|a| Arc::new(a.weights)), checkpoint: None, seed: 1 };
+        let sources = Sources { base: Some(weights), adapter: adapter.map(|a| Arc::new(a.weights)), seed: 1, ..Sources::default() };
         (model, Arc::new(sources))
     }
 }

@@ -14,9 +14,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use zrt_kernels::DType;
+use zrt_kernels::cpu::convert;
 
-/// Upper limit of the staging buffer of one converting read.
-pub const STAGING_BYTES: usize = 1 << 20;
+/// Upper limit of the staging buffer of one converting read: small enough to stay in a core's own cache.
+pub const STAGING_BYTES: usize = 256 << 10;
 
 /// The weights of a model directory, open for reading. Shared freely between threads.
 #[derive(Debug)]
@@ -127,15 +128,17 @@ impl Weights {
             return fetch(dst, start);
         }
         let convert: fn(&[u8], &mut [u8]) = match (info.dtype, dst_dtype) {
-            (Stored::BF16, DType::F32) => |s, d| each::<2, 4>(s, d, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes()),
+            (Stored::BF16, DType::F32) => widen,
+            (Stored::F32, DType::BF16) => narrow,
             (Stored::F16, DType::F32) => |s, d| each::<2, 4>(s, d, |b| f16::from_le_bytes(b).to_f32().to_le_bytes()),
             (Stored::F16, DType::BF16) => |s, d| each::<2, 2>(s, d, |b| bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_le_bytes()),
-            (Stored::F32, DType::BF16) => |s, d| each::<4, 2>(s, d, |b| bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
             (from, to) => return Err(range(format!("is stored as {from}, which cannot be read as {to}; F32, BF16 and F16 can"))),
         };
         let width = info.dtype.bytes();
         let step = STAGING_BYTES / width;
-        let mut staging = vec![0u8; elems.min(step) * width];
+        // Of words, so that it is aligned for vectors of any element.
+        let mut staging = vec![0u32; (elems.min(step) * width).div_ceil(4)];
+        let staging: &mut [u8] = bytemuck::cast_slice_mut(&mut staging);
         for (i, part) in dst.chunks_mut(step * dst_dtype.bytes()).enumerate() {
             let bytes = part.len() / dst_dtype.bytes() * width;
             fetch(&mut staging[..bytes], start + i * step)?;
@@ -208,6 +211,22 @@ impl Weights {
     }
 }
 
+/// bf16 to f32, in vectors where the bytes are aligned, as those of views are.
+fn widen(src: &[u8], dst: &mut [u8]) {
+    match (bytemuck::try_cast_slice(src), bytemuck::try_cast_slice_mut(dst)) {
+        (Ok(s), Ok(d)) => convert::widen(d, s),
+        _ => each::<2, 4>(src, dst, |b| bf16::from_le_bytes(b).to_f32().to_le_bytes()),
+    }
+}
+
+/// f32 to bf16, rounding to nearest even, likewise.
+fn narrow(src: &[u8], dst: &mut [u8]) {
+    match (bytemuck::try_cast_slice(src), bytemuck::try_cast_slice_mut(dst)) {
+        (Ok(s), Ok(d)) => convert::narrow(d, s),
+        _ => each::<4, 2>(src, dst, |b| bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()),
+    }
+}
+
 /// Applies `f` element by element; the lengths agree.
 fn each<const S: usize, const D: usize>(src: &[u8], dst: &mut [u8], f: impl Fn([u8; S]) -> [u8; D]) {
     let (src, _) = src.as_chunks::<S>();
@@ -217,12 +236,24 @@ fn each<const S: usize, const D: usize>(src: &[u8], dst: &mut [u8], f: impl Fn([
     }
 }
 
+/// Whether every value of `bytes` (elements of `dtype`) is finite. Testing bits vectorizes: a number is not finite when all bits
+/// of its exponent are set.
+pub fn is_finite(bytes: &[u8], dtype: DType) -> bool {
+    // Whole blocks without an exit between, else the compiler makes a loop of single elements.
+    const BLOCK: usize = 4096;
+    let bad = |b: &[u8]| match dtype {
+        DType::F32 => b.as_chunks::<4>().0.iter().fold(false, |bad, b| bad | (u32::from_le_bytes(*b) & 0x7f80_0000 == 0x7f80_0000)),
+        DType::BF16 => b.as_chunks::<2>().0.iter().fold(false, |bad, b| bad | (u16::from_le_bytes(*b) & 0x7f80 == 0x7f80)),
+        DType::I32 | DType::U8 => false,
+    };
+    !bytes.chunks(BLOCK).any(bad)
+}
+
 /// Fails if any value of `bytes` (elements of `dtype`, `F32` or `BF16`) is NaN or infinite, naming the first and counting all.
 ///
 /// # Errors
 /// [`Error::NotFinite`]; `name` is the tensor's.
 pub fn check_finite(name: &str, bytes: &[u8], dtype: DType) -> Result<()> {
-    // A number is not finite when all bits of its exponent are set; testing bits vectorizes.
     let scan = |width: usize, bad: &dyn Fn(&[u8]) -> bool, value: &dyn Fn(&[u8]) -> f32| {
         let mut first = None;
         let mut count = 0;
@@ -232,12 +263,7 @@ pub fn check_finite(name: &str, bytes: &[u8], dtype: DType) -> Result<()> {
         }
         first.map(|(index, value)| Error::NotFinite { name: name.into(), index, value, count, elems: bytes.len() / width })
     };
-    let clean = match dtype {
-        DType::F32 => bytes.as_chunks::<4>().0.iter().all(|b| u32::from_le_bytes(*b) & 0x7f80_0000 != 0x7f80_0000),
-        DType::BF16 => bytes.as_chunks::<2>().0.iter().all(|b| u16::from_le_bytes(*b) & 0x7f80 != 0x7f80),
-        DType::I32 | DType::U8 => true,
-    };
-    if clean {
+    if is_finite(bytes, dtype) {
         return Ok(());
     }
     let f32_of = |b: &[u8]| b.try_into().map_or(0.0, f32::from_le_bytes);
