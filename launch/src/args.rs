@@ -15,7 +15,8 @@ use std::path::PathBuf;
     arg_required_else_help = true,
     after_help = "Examples:\n  zlaunch -n 2 train.toml --set zero.stage=3 --set training.steps=20\n  \
                   zlaunch -n 2 --dry-run train.toml\n  zlaunch -n 4 -- ./my_trainer --its --args\n  \
-                  zlaunch merge out --out merged\n  zlaunch data show train.toml\n\n\
+                  zlaunch merge out --out merged\n  zlaunch data show train.toml\n  \
+                  zlaunch bench step -n 2 train.toml\n\n\
                   Ctrl-C ends the run after the current step, with a checkpoint; a second one at once.\n\
                   Exit code: 0 done, 2 wrong input, else that of the rank that failed (128 + signal)."
 )]
@@ -79,6 +80,8 @@ pub enum Action {
         #[command(subcommand)]
         action: ConfigAction,
     },
+    /// Measure this machine: products, optimizer, loading, whole steps, each beside its limit
+    Bench(crate::bench::BenchArgs),
     #[command(hide = true)]
     Rank(RankArgs),
     #[command(hide = true)]

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod dry;
 mod fault;
 mod folder;
@@ -56,6 +57,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
             work::data_show(&config, rows, std::io::stdout().is_terminal()).and_then(print)
         }
         Some(Action::Config { action: ConfigAction::Show { file, set } }) => print(Config::load(&file, &set)?.to_toml()?),
+        Some(Action::Bench(what)) => bench::run(what),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),
     }
