@@ -86,6 +86,8 @@ def batch(s):
     return pool[o:o + need].view(a.mb, a.seq)
 times, losses = [], []
 t_ready = time.time() - T0; t_first = None
+# Said as they happen, so that a run that is ended early still tells what it reached.
+if rank == 0: print(f"READY {t_ready:.3f}", flush=True)
 for s in range(a.steps):
     x = batch(s)
     t = time.perf_counter()
@@ -101,6 +103,7 @@ for s in range(a.steps):
     v = loss.item()
     if world > 1: dist.barrier()
     times.append(time.perf_counter() - t); losses.append(v)
+    if rank == 0: print(f"STEP {s} {times[-1]:.4f}", flush=True)
     if t_first is None: t_first = time.time() - T0
 stat = dict(l.split(":", 1) for l in open("/proc/self/status") if ":" in l)
 mib = lambda k: int(stat[k].split()[0]) / 1024
