@@ -330,6 +330,17 @@ pub fn ends(model: Model, n: usize, adapted: usize) -> Vec<Case> {
     vec![embedding, head, adamw, squares]
 }
 
+/// The clipping factor of two segments on two ranks, whose ranges travel with the launch.
+pub fn clip() -> Case {
+    let ranges = [(0, 2), (0, 1), (2, 1), (1, 3)];
+    case("clip_scale", "2 ranks, 2 segments".into(), 0, move |m| {
+        let (norm, scale, nodes) = (zeros(m, 1, F32)?, zeros(m, 1, F32)?, zeros(m, 4 * 96, F32)?);
+        let outputs = vec![norm.view(), scale.view()];
+        let run = move |ops: &dyn Ops, s: &dyn Stream| ops.clip_scale(&norm, &scale, &nodes, &ranges, 2, 2, Some(1.0), s);
+        Ok((outputs, run))
+    })
+}
+
 /// Elements of a block's adapters.
 pub fn adapted(model: Model, rank: usize) -> usize {
     model.adapters().iter().flat_map(|(_, inputs, outputs)| outputs.iter().map(move |o| rank * (inputs + o))).sum()

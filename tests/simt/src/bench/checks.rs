@@ -136,6 +136,7 @@ pub fn check(case: &Case, device: &dyn Target, cpu: &dyn Target) -> Result<Outco
 pub fn checked(large: bool) -> Vec<Case> {
     let mut out = shapes::block(TINY, 37, 5);
     out.extend(shapes::ends(TINY, 37, 1500));
+    out.push(shapes::clip());
     if large {
         out.extend(shapes::block(MIDDLE, 517, 16));
     }

@@ -77,9 +77,20 @@ impl Launcher for GpuLauncher {
                 let place = launch.params.get_mut(at..at + 8).ok_or_else(|| fail("no place for the fault cell".into()))?;
                 place.copy_from_slice(&cell.to_ne_bytes());
             }
+            let mut data = None;
+            if let Some((at, bytes)) = &launch.data {
+                let address = driver.alloc(bytes.len()).map_err(&fail)?;
+                data = Some(address);
+                driver.upload(address, bytes).map_err(&fail)?;
+                let place = launch.params.get_mut(*at..at + 8).ok_or_else(|| fail("no place for the address of data".into()))?;
+                place.copy_from_slice(&address.to_ne_bytes());
+            }
             let function = self.function(launch.kernel).map_err(&fail)?;
             let launched = driver.launch(function, launch.grid, launch.threads, launch.shared_bytes, &launch.params);
             launched.map_err(|e| fail(format!("{}: {e}", launch.kernel)))?;
+            if let Some(address) = data {
+                driver.sync().and_then(|()| driver.free(address)).map_err(&fail)?;
+            }
         }
         if let Some(fault) = watched {
             let bytes = driver.download(*cell, 8).map_err(&fail)?;
