@@ -50,7 +50,7 @@ impl<L: Launcher> GpuOps<L> {
 pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
     match shape {
         OpShape::RmsNormBackward { rows, cols } => rmsnorm::workspace_bytes(arch, rows, cols),
-        OpShape::LinearBackward { .. } => 0,
+        OpShape::LinearBackward { tokens, inputs, outputs } => linear::workspace_bytes(arch, tokens, inputs, outputs),
         OpShape::Lora { .. } => 0,
         OpShape::Attention { .. } => 0,
         OpShape::LinearCrossEntropy { .. } => 0,
