@@ -24,7 +24,7 @@ struct bf16 {
 };
 
 // ---- 1. The machine -------------------------------------------------------------------------------------------------
-// Each branch defines: DEVICE, KERNEL, WARP, thread_id, block_id_x/y/z, grid_x, barrier, warp_sync, shuffle, Ptr, Shared,
+// Each branch defines: DEVICE, KERNEL, WARP, thread_id, block_id_x/y/z, grid_x, barrier, warp_sync, uniform, shuffle, Ptr, Shared,
 // SHARED, DYN_SHARED, shared_cast, Raw16 loads and stores, asynchronous copies, exp2_fast, log2_fast, *_rn, integer atomics
 // (whose results have no order), and the matrix instructions of its lane count.
 
@@ -60,6 +60,8 @@ DEVICE int grid_y() { return (int)gridDim.y; }
 
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
+// A number that is the same in all lanes of a warp, known to be.
+DEVICE int uniform(int v) { return v; }
 DEVICE u32 shuffle_bits(u32 v, int from) { return __shfl_sync(0xffffffffu, v, from, 32); }
 DEVICE u32 shuffle_xor_bits(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask, 32); }
 
@@ -178,6 +180,7 @@ DEVICE void warp_sync() {
     __builtin_amdgcn_wave_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
+DEVICE int uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
 DEVICE u32 shuffle_bits(u32 v, int from) { return (u32)__builtin_amdgcn_ds_bpermute(from << 2, (int)v); }
 DEVICE u32 shuffle_xor_bits(u32 v, int mask) {
     int lane = (int)__builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u));

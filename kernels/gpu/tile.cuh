@@ -20,6 +20,9 @@ template <class T> struct Matrix {
     i32 rows, cols;
 };
 
+// All ones where i < n, else 0: a mask in an ordinary register; conditions take two scalar ones each, and AMD's would run out.
+DEVICE u32 ones_below(i32 i, i32 n) { return (u32)((i - n) >> 31); }
+
 // One chunk of 16 bytes: elements (row, col ...) of the matrix, zeros outside. VECTOR: a chunk is inside or outside as a whole.
 template <bool VECTOR, class T> DEVICE Raw16 load_chunk(const Matrix<T>& m, i32 row, i32 col) {
     Raw16 out = {{0, 0, 0, 0}};
@@ -27,21 +30,17 @@ template <bool VECTOR, class T> DEVICE Raw16 load_chunk(const Matrix<T>& m, i32 
     Ptr<const T> from = m.base + ((i64)row * m.ld + col);
     if constexpr (VECTOR) {
         return load_raw16(from);
-    } else if constexpr (sizeof(T) == 4) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (col + i < m.cols) {
-                float x = from[i];
-                out.w[i] = float_bits(x);
-            }
-        return out;
     } else {
+        // The last element is read again behind the end: a branch for each would need many registers.
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (col + i < m.cols) {
-                bf16 x = from[i];
-                out.w[i / 2] |= (u32)x.bits << (i % 2 * 16);
-            }
+        for (int i = 0; i < VEC<T>; i++) {
+            T x = from[min_of(i, m.cols - 1 - col)];
+            const u32 inside = ones_below(col + i, m.cols);
+            if constexpr (sizeof(T) == 4)
+                out.w[i] = float_bits(x) & inside;
+            else
+                out.w[i / 2] |= (u32)x.bits << (i % 2 * 16) & inside;
+        }
         return out;
     }
 }
@@ -66,6 +65,16 @@ template <class T, int ROWS, int LD, int THREADS> struct Mover {
         for (int i = 0; i < CHUNKS; i++) {
             const int c = thread_id() + i * THREADS;
             if (mine(c)) held[i] = load_chunk<VECTOR>(m, row0 + c / ACROSS, col0 + c % ACROSS * VEC<T>);
+        }
+    }
+    // Element by element, at once: slow, but takes few registers.
+    static DEVICE void move_single(Tile<T, LD> tile, const Matrix<T>& m, i32 row0, i32 col0) {
+#pragma unroll 1
+        for (int i = thread_id(); i < ROWS * LD; i += THREADS) {
+            const int row = i / LD, col = i % LD;
+            T x = from_float<T>(0.0f);
+            if (row0 + row < m.rows && col0 + col < m.cols) x = m.base[(i64)(row0 + row) * m.ld + (col0 + col)];
+            tile.base[tile.at(row, col)] = x;
         }
     }
     DEVICE void publish(Tile<T, LD> tile) const {

@@ -53,7 +53,7 @@ pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
         OpShape::LinearBackward { tokens, inputs, outputs } => linear::workspace_bytes(arch, tokens, inputs, outputs),
         OpShape::Lora { .. } => 0,
         OpShape::Attention { .. } => 0,
-        OpShape::LinearCrossEntropy { .. } => 0,
+        OpShape::LinearCrossEntropy { tokens, vocab, .. } => cross_entropy::workspace_bytes(tokens, vocab),
         OpShape::EmbeddingBackward { tokens, hidden: _, vocab } => embedding::workspace_bytes(tokens, vocab),
         OpShape::SumSquares { elems } => norm_tree::workspace_bytes(arch, elems),
     }

@@ -12,6 +12,7 @@ pub const SOURCES: &[(&str, &str)] = &[
     ("tile.cuh", include_str!("../../gpu/tile.cuh")),
     ("adamw.cu", include_str!("../../gpu/adamw.cu")),
     ("column_sum.cu", include_str!("../../gpu/column_sum.cu")),
+    ("cross_entropy.cu", include_str!("../../gpu/cross_entropy.cu")),
     ("elementwise.cu", include_str!("../../gpu/elementwise.cu")),
     ("embedding.cu", include_str!("../../gpu/embedding.cu")),
     ("gemm.cu", include_str!("../../gpu/gemm.cu")),

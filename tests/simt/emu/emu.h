@@ -64,6 +64,7 @@ DEVICE int grid_y() { return (int)emu::block->run->grid[1]; }
 // The line tells barriers apart: all threads must be at the same one.
 #define barrier() emu::barrier_at(__LINE__)
 DEVICE void warp_sync() { emu::warp_collective(emu::Collective::Sync, 0); }
+DEVICE int uniform(int v) { return v; }
 DEVICE u32 shuffle_bits(u32 v, int from) { return emu::shuffle(v, from, 0); }
 DEVICE u32 shuffle_xor_bits(u32 v, int mask) { return emu::shuffle(v, (emu::self->lane ^ mask), mask); }
 

@@ -168,7 +168,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), String> {
 }
 
 /// Kernels whose products must be on matrix cores: by what their names begin with.
-const PRODUCTS: [&str; 4] = ["gemm_", "lora_", "attention_", "cross_entropy_"];
+const PRODUCTS: [&str; 3] = ["gemm_", "lora_", "attention_"];
 
 /// Of those, kernels that make no product.
 const NO_PRODUCT: [&str; 0] = [];
