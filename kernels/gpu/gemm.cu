@@ -54,7 +54,7 @@ constexpr int FM = WM / 16, FN = WN / 16;
 
 template <class T, bool TA, bool TB>
 DEVICE void multiply(Acc (&acc)[FM][FN], typename Operand<T, TA>::Of ta, typename Operand<T, TB>::Of tb) {
-    constexpr int K = Mma<T>::K, BK = Operand<T, TA>::BK, PAIR = WARP == 64 ? 2 : 1, UNROLL = sizeof(T) == 4 || TA ? 1 : 2;
+    constexpr int K = Mma<T>::K, BK = Operand<T, TA>::BK, PAIR = WARP == 64 ? 2 : 1, UNROLL = sizeof(T) == 4 || TA || TB ? 1 : 2;
     const int m0 = warp_id() / WARPS_N * WM, n0 = warp_id() % WARPS_N * WN;
 #pragma unroll UNROLL
     for (int k = 0; k < BK; k += K * PAIR) {
@@ -116,23 +116,29 @@ DEVICE void product(Acc (&acc)[FM][FN], const Gemm<T>& p, Shared<u8> memory, i32
             multiply<T, TA, TB>(acc, tile_a(s % STAGES), tile_b(s % STAGES));
         }
         copy_wait<0>();
-    } else {
+    } else if constexpr (VECTOR) {
         typename A::Move move_a;
         typename B::Move move_b;
         auto fetch = [&](int s) {
             const i32 k = k0 + s * BK;
-            move_a.template fetch<VECTOR>(a, A::row(m0, k), A::col(m0, k));
-            move_b.template fetch<VECTOR>(b, B::row(n0, k), B::col(n0, k));
+            move_a.template fetch<true>(a, A::row(m0, k), A::col(m0, k));
+            move_b.template fetch<true>(b, B::row(n0, k), B::col(n0, k));
         };
-        // With a copy engine this is the slow way, for odd rows: registers are worth more than loads ahead of time.
-        constexpr bool AHEAD = !COPY_ENGINE;
-        if (AHEAD && steps > 0) fetch(0);
+        if (steps > 0) fetch(0);
         for (int s = 0; s < steps; s++) {
-            if (!AHEAD) fetch(s);
             move_a.publish(tile_a(s % 2));
             move_b.publish(tile_b(s % 2));
             barrier();
-            if (AHEAD && s + 1 < steps) fetch(s + 1);
+            if (s + 1 < steps) fetch(s + 1);
+            multiply<T, TA, TB>(acc, tile_a(s % 2), tile_b(s % 2));
+        }
+    } else {
+        // Rows that begin anywhere: the slow way, which costs the others no registers.
+        for (int s = 0; s < steps; s++) {
+            const i32 k = k0 + s * BK;
+            A::Move::move_single(tile_a(s % 2), a, A::row(m0, k), A::col(m0, k));
+            B::Move::move_single(tile_b(s % 2), b, B::row(n0, k), B::col(n0, k));
+            barrier();
             multiply<T, TA, TB>(acc, tile_a(s % 2), tile_b(s % 2));
         }
     }

@@ -51,7 +51,7 @@ pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
     match shape {
         OpShape::RmsNormBackward { rows, cols } => rmsnorm::workspace_bytes(arch, rows, cols),
         OpShape::LinearBackward { tokens, inputs, outputs } => linear::workspace_bytes(arch, tokens, inputs, outputs),
-        OpShape::Lora { .. } => 0,
+        OpShape::Lora { tokens, inputs, outputs, rank, adapters } => lora::workspace_bytes(arch, tokens, inputs, outputs, rank, adapters),
         OpShape::Attention { .. } => 0,
         OpShape::LinearCrossEntropy { tokens, vocab, .. } => cross_entropy::workspace_bytes(tokens, vocab),
         OpShape::EmbeddingBackward { tokens, hidden: _, vocab } => embedding::workspace_bytes(tokens, vocab),
