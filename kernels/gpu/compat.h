@@ -405,8 +405,9 @@ DEVICE void clear(Acc& acc) {
 
 // Where 16-byte chunk `chunk` of row `row` lies, in a tile of `CHUNKS` chunks a row: rows that would meet in the same banks are
 // permuted, so that 8 neighbouring rows of one column of chunks, and one row's chunks, each fall into all banks.
+template <int CHUNKS> constexpr int SWIZZLE = (CHUNKS & -CHUNKS) < 8 ? CHUNKS & -CHUNKS : 8;
 template <int CHUNKS> DEVICE int swizzled(int row, int chunk) {
-    constexpr int low = CHUNKS & -CHUNKS, group = low < 8 ? low : 8;
+    constexpr int group = SWIZZLE<CHUNKS>;
     return chunk ^ (row / (8 / group) & (group - 1));
 }
 
@@ -418,6 +419,19 @@ template <class T, int LD> struct Tile {
     // Offset of an element. 16-byte accesses must start at a multiple of VEC<T> columns.
     static DEVICE int at(int row, int col) { return row * LD + swizzled<CHUNKS>(row, col / VEC<T>) * VEC<T> + col % VEC<T>; }
     DEVICE Shared<T> ptr(int row, int col) const { return base + at(row, col); }
+    // As ptr(row, col + lane_col), where col is a multiple of a power of two above lane_col, and of 16 bytes. What depends on the lane
+    // is kept apart from col, so that a handful of addresses and constants serve all columns of an unrolled loop. Where a loop is not
+    // unrolled that costs registers instead: such a file defines ADDRESS_BY_ELEMENT before it includes this one.
+    DEVICE Shared<T> ptr(int row, int col, int lane_col) const {
+#if defined(ADDRESS_BY_ELEMENT)
+        return ptr(row, col + lane_col);
+#else
+        constexpr int group = SWIZZLE<CHUNKS>;
+        const u32 c = (u32)col / VEC<T>, lane = (u32)lane_col / VEC<T> ^ ((u32)row / (8 / group) & (group - 1));
+        const u32 within = (c & (group - 1)) ^ lane;
+        return base + (int)((u32)row * LD + (within * VEC<T> + (u32)lane_col % VEC<T>)) + (int)((c & ~(u32)(group - 1)) * VEC<T>);
+#endif
+    }
     static DEVICE constexpr int bytes(int rows) { return rows * LD * (int)sizeof(T); }
 };
 
@@ -452,19 +466,19 @@ template <> struct Mma<bf16> {
 };
 template <int LD> DEVICE void load_a(Mma<bf16>::A& a, Tile<bf16, LD> t, int row0, int k0) {
     int l = lane_id();
-    ldmatrix_x4(a.r, t.ptr(row0 + l % 16, k0 + 8 * (l / 16)));
+    ldmatrix_x4(a.r, t.ptr(row0 + l % 16, k0, 8 * (l / 16)));
 }
 template <int LD> DEVICE void load_b(Mma<bf16>::B& b, Tile<bf16, LD> t, int col0, int k0) {
     int l = lane_id();
-    ldmatrix_x4(b.r, t.ptr(col0 + l % 8 + 8 * (l / 16), k0 + 8 * (l / 8 % 2)));
+    ldmatrix_x4(b.r, t.ptr(col0 + l % 8 + 8 * (l / 16), k0, 8 * (l / 8 % 2)));
 }
 template <int LD> DEVICE void load_a_t(Mma<bf16>::A& a, Tile<bf16, LD> t, int row0, int k0) {
     int l = lane_id();
-    ldmatrix_x4_trans(a.r, t.ptr(k0 + l % 8 + 8 * (l / 16), row0 + 8 * (l / 8 % 2)));
+    ldmatrix_x4_trans(a.r, t.ptr(k0 + l % 8 + 8 * (l / 16), row0, 8 * (l / 8 % 2)));
 }
 template <int LD> DEVICE void load_b_t(Mma<bf16>::B& b, Tile<bf16, LD> t, int col0, int k0) {
     int l = lane_id();
-    ldmatrix_x4_trans(b.r, t.ptr(k0 + l % 16, col0 + 8 * (l / 16)));
+    ldmatrix_x4_trans(b.r, t.ptr(k0 + l % 16, col0, 8 * (l / 16)));
 }
 DEVICE void mma(Acc& acc, const Mma<bf16>::A& a, const Mma<bf16>::B& b) {
     mma_m16n8k16(acc.v, a.r, b.r);
@@ -508,13 +522,17 @@ template <int LD> DEVICE void load_a_t(Mma<float>::A& a, Tile<float, LD> t, int 
 #pragma unroll
     for (int s = 0; s < 2; s++)
 #pragma unroll
-        for (int k = 0; k < 4; k++) a.r[s][k] = t.base[t.at(k0 + k, row0 + slot_row(s))];
+        for (int k = 0; k < 4; k++) a.r[s][k] = t.ptr(k0 + k, row0, slot_row(s))[0];
 }
 template <int LD> DEVICE void load_b_t(Mma<float>::B& b, Tile<float, LD> t, int col0, int k0) {
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < 4; j += 2)
 #pragma unroll
-        for (int k = 0; k < 4; k++) b.r[j][k] = t.base[t.at(k0 + k, col0 + acc_col((j & 1) + 4 * (j >> 1)))];
+        for (int k = 0; k < 4; k++) {
+            // Two neighbours, an even column first, so in the same 16 bytes.
+            Shared<float> two = t.ptr(k0 + k, col0, acc_col(2 * j));
+            b.r[j][k] = two[0], b.r[j + 1][k] = two[1];
+        }
 }
 DEVICE void mma(Acc& acc, const Mma<float>::A& a, const Mma<float>::B& b) {
 #pragma unroll
@@ -550,14 +568,14 @@ template <> struct Mma<bf16> {
     using B = A;
 };
 template <int LD> DEVICE void load_a(Mma<bf16>::A& a, Tile<bf16, LD> t, int row0, int k0) {
-    a.r = load_raw8(t.ptr(row0 + lane_id() % 16, k0 + 4 * (lane_id() / 16)));
+    a.r = load_raw8(t.ptr(row0 + lane_id() % 16, k0, 4 * (lane_id() / 16)));
 }
 template <int LD> DEVICE void load_b(Mma<bf16>::B& b, Tile<bf16, LD> t, int col0, int k0) { load_a(b, t, col0, k0); }
 template <int LD> DEVICE void load_a_t(Mma<bf16>::A& a, Tile<bf16, LD> t, int row0, int k0) {
     u32 e[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        bf16 x = t.base[t.at(k0 + 4 * (lane_id() / 16) + j, row0 + lane_id() % 16)];
+        bf16 x = t.ptr(k0 + 4 * (lane_id() / 16) + j, row0, lane_id() % 16)[0];
         e[j] = x.bits;
     }
     a.r = Raw8{{e[0] | e[1] << 16, e[2] | e[3] << 16}};
@@ -586,11 +604,11 @@ template <> struct Mma<float> {
     using B = A;
 };
 template <int LD> DEVICE void load_a(Mma<float>::A& a, Tile<float, LD> t, int row0, int k0) {
-    a.r = t.base[t.at(row0 + lane_id() % 16, k0 + lane_id() / 16)];
+    a.r = t.ptr(row0 + lane_id() % 16, k0, lane_id() / 16)[0];
 }
 template <int LD> DEVICE void load_b(Mma<float>::B& b, Tile<float, LD> t, int col0, int k0) { load_a(b, t, col0, k0); }
 template <int LD> DEVICE void load_a_t(Mma<float>::A& a, Tile<float, LD> t, int row0, int k0) {
-    a.r = t.base[t.at(k0 + lane_id() / 16, row0 + lane_id() % 16)];
+    a.r = t.ptr(k0 + lane_id() / 16, row0, lane_id() % 16)[0];
 }
 template <int LD> DEVICE void load_b_t(Mma<float>::B& b, Tile<float, LD> t, int col0, int k0) { load_a_t(b, t, col0, k0); }
 DEVICE void mma(Acc& acc, const Mma<float>::A& a, const Mma<float>::B& b) { mfma_16x16x4_f32(acc.v, b.r, a.r); }
@@ -604,8 +622,13 @@ DEVICE void mma2(Acc& acc, const Mma<float>::A& a0, const Mma<float>::A& a1, con
 
 // Stores an accumulator into a tile as T, its element (0, 0) at (row0, col0).
 template <class T, int LD> DEVICE void store_acc(Tile<T, LD> t, int row0, int col0, const Acc& acc) {
+    if constexpr (sizeof(T) == 4 && ACC_ELEMS == 4) {
+        // Four neighbours of a row, at once: one by one, rows would meet in the same banks.
+        store_raw16(t.ptr(row0 + acc_row(0), col0 + acc_col(0)), pack16(acc.v));
+    } else {
 #pragma unroll
-    for (int i = 0; i < ACC_ELEMS; i++) t.base[t.at(row0 + acc_row(i), col0 + acc_col(i))] = from_float<T>(acc.v[i]);
+        for (int i = 0; i < ACC_ELEMS; i++) t.base[t.at(row0 + acc_row(i), col0 + acc_col(i))] = from_float<T>(acc.v[i]);
+    }
 }
 
 // The f32 operands of 16 along k, by way of `scratch`: Mma<float>::SCRATCH floats that only this warp uses.

@@ -13,6 +13,7 @@
 //   lora_down_b dt, as lora_down with dy for x, one adapter at a time, and
 //   lora_x      db, as da with dy for x and without dx: dy is read twice, once by each.
 // The host chooses parts and groups: as few as give every compute unit a block.
+#define ADDRESS_BY_ELEMENT
 #include "philox.cuh"
 #include "split.cuh"
 

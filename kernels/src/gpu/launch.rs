@@ -93,13 +93,26 @@ pub struct Fault {
     pub limit: usize,
 }
 
+/// [`Fault::what`] of boundaries of documents, whose rule is another one.
+const BOUNDARIES: &str = "cu_seqlens";
+
 impl Fault {
+    /// Row `i` of the list is the first boundary that is not 0 at the beginning, not below the one before it, and `tokens` at the end.
+    pub fn boundaries(tokens: usize) -> Fault {
+        Fault { what: BOUNDARIES, limit: tokens }
+    }
+
     /// The error that a cell's content means, if any.
     pub fn check(&self, op: &'static str, cell: u64) -> Result<()> {
         if cell == u64::MAX {
             return Ok(());
         }
         let (row, value) = (cell >> 32, cell as u32 as i32);
+        if self.what == BOUNDARIES {
+            let what =
+                format!("cu_seqlens[{row}] is {value}, expected boundaries that ascend from 0 to the number of tokens, {}", self.limit);
+            return Err(Error::Shape { op, what });
+        }
         let what = format!(
             "{} {value} at row {row} is out of 0..{}; check that the tokenizer and the model belong together",
             self.what, self.limit

@@ -449,6 +449,7 @@ fn countable(op: &'static str, numbers: &[usize]) -> Result<()> {
     }
 }
 
+#[allow(clippy::too_many_arguments)]
 pub(super) fn forward<L: Launcher>(
     launcher: &L,
     adapters: &[LoraForward],

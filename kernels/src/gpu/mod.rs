@@ -6,7 +6,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 mod adamw;
-mod attention;
+pub mod attention;
 mod column_sum;
 mod cross_entropy;
 mod elementwise;
@@ -21,7 +21,7 @@ mod rope;
 mod swiglu;
 pub mod table;
 
-use crate::{AdamW, Attention, Dropout, Error, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View, ViewMut, Weight, Write};
+use crate::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View, ViewMut, Weight, Write};
 use launch::{Arch, Launcher};
 
 /// The operations of a decoder, on whatever `L` launches kernels.
@@ -52,15 +52,11 @@ pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
         OpShape::RmsNormBackward { rows, cols } => rmsnorm::workspace_bytes(arch, rows, cols),
         OpShape::LinearBackward { tokens, inputs, outputs } => linear::workspace_bytes(arch, tokens, inputs, outputs),
         OpShape::Lora { tokens, inputs, outputs, rank, adapters } => lora::workspace_bytes(arch, tokens, inputs, outputs, rank, adapters),
-        OpShape::Attention { .. } => 0,
+        OpShape::Attention { tokens, shape } => attention::workspace_bytes(tokens, shape),
         OpShape::LinearCrossEntropy { tokens, vocab, .. } => cross_entropy::workspace_bytes(tokens, vocab),
         OpShape::EmbeddingBackward { tokens, hidden: _, vocab } => embedding::workspace_bytes(tokens, vocab),
         OpShape::SumSquares { elems } => norm_tree::workspace_bytes(arch, elems),
     }
-}
-
-fn unsupported(op: &'static str) -> Result<()> {
-    Err(Error::Unsupported { op, what: "it has no GPU kernel yet".into() })
 }
 
 impl<L: Launcher> Ops for GpuOps<L> {

@@ -171,7 +171,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), String> {
 const PRODUCTS: [&str; 3] = ["gemm_", "lora_", "attention_"];
 
 /// Of those, kernels that make no product.
-const NO_PRODUCT: [&str; 1] = ["lora_sum"];
+const NO_PRODUCT: [&str; 3] = ["lora_sum", "attention_boundaries", "attention_delta"];
 
 /// f32 has no exact matrix instruction on NVIDIA's cores.
 fn must_have_matrix(row: &Row) -> bool {
