@@ -82,7 +82,8 @@ pub fn sweep(file: &Path, ranks: usize, steps: u64, set: &[String], axis: Axis, 
     let values = if values.is_empty() { usual } else { values.to_vec() };
     let title = format!("{}, {} of {name}", file.display(), values.iter().map(usize::to_string).collect::<Vec<_>>().join(", "));
     let mut table = Table::new(title, &[name, "slots a step", "secs a step", "slots/s", "ms a slot"]);
-    let (mut whole, mut ops): (Vec<(f64, f64)>, BTreeMap<String, Vec<(f64, f64)>>) = Default::default();
+    let mut whole: Vec<(f64, f64)> = Vec::new();
+    let mut ops: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for &value in &values {
         let mut c = base.clone();
         // What is swept is all that changes: the global batch follows from the micro-batch and the ranks.

@@ -7,7 +7,7 @@
 //! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
 //! * [`gates`] what real compilers make of the same sources, by [`rtc`] and others.
 //! * [`page`] what calls should cost on real GPUs: [`shapes`] the calls of training, [`plan`] their launches.
-//! * [`bench`] the same calls on a real GPU.
+//! * [`mod@bench`] the same calls on a real GPU.
 #![deny(unsafe_code)]
 
 pub mod bench;
