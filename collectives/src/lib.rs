@@ -6,7 +6,7 @@
 //! * [`sim`] one rank that stands for all; counts calls and bytes.
 //! * [`store`] the rendezvous: set / get / wait / add with deadlines, in process or over TCP with a per-job secret.
 //! * [`watchdog`] a thread that calls back once when the group is lost.
-//! * [`bench`] how long the local collectives take on this machine, beside a plain copy.
+//! * [`mod@bench`] how long the local collectives take on this machine, beside a plain copy.
 #![deny(unsafe_code)]
 
 pub mod bench;

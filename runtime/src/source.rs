@@ -59,7 +59,7 @@ impl WeightSource for Sources {
         }
     }
 
-    /// Cut into parts of [`PART_BYTES`] that [`READERS`] threads take in turn.
+    /// Cut into parts of `PART_BYTES` that `READERS` threads take in turn.
     fn read_all(&self, parts: Vec<ReadPart<'_>>, dtype: DType) -> Result<(), String> {
         let step = PART_BYTES / dtype.bytes();
         let cut = |p| {
