@@ -132,11 +132,11 @@ template <> DEVICE bf16 bits_element<bf16>(u32 bits) { return bf16{(u16)bits}; }
 
 // Shifts one element in at the end and the first one out.
 template <class T> DEVICE void rotate(Raw16& v, u32 in) {
-    constexpr int BITS = 8 * (int)sizeof(T), LEFT = 32 - BITS;
+    constexpr int WORD = 8 * (int)sizeof(u32), BITS = 8 * (int)sizeof(T), LEFT = WORD - BITS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 next = i < 3 ? v.w[i + 1] : in;
-        v.w[i] = BITS == 32 ? next : v.w[i] >> (BITS & 31) | next << LEFT;
+        v.w[i] = BITS == WORD ? next : v.w[i] >> (BITS % WORD) | next << LEFT;
     }
 }
 template <class T> DEVICE Raw16 load_chunk(Ptr<const T> row, int col, int dim, bool vector) {

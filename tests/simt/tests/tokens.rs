@@ -98,8 +98,10 @@ fn bad_ids_and_positions_fail_the_stream_and_are_named() {
             (ids[3], ids[700], ids[1400]) = (bad, -7, 4);
             let check = |f: &dyn Fn(&zrt_simt::testing::Rig)| {
                 let rig = rig();
+                // Made first: afterwards the stream may have failed.
+                let probe = rig.tensor(&[0.0], DType::F32);
                 f(&rig);
-                rig.try_read(&rig.tensor(&[0.0], DType::F32)).map(|_| String::new()).unwrap_or_else(|e| e.to_string())
+                rig.try_read(&probe).map(|_| String::new()).unwrap_or_else(|e| e.to_string())
             };
             messages.push((
                 bad,
