@@ -1,6 +1,10 @@
 //! How fast are operations on this machine? Dense products and the optimizer, measured through the contract of a device, beside
 //! loops that only compute or only move the same bytes ([`crate::cpu::limits`]). `zlaunch bench` prints what is measured here.
 
+mod drill;
+
+pub use drill::{OpRate, Sizes, drill};
+
 use crate::cpu::pool::Pool;
 use crate::cpu::{CpuDevice, CpuOptions, Mode, limits};
 use crate::{AdamW, Category, DType, Device, Error, OpShape, Place, Result, Stream, ViewMut, Weight, Write};
