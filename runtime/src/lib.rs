@@ -4,6 +4,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod cores;
+pub mod cost;
 pub mod data;
 pub mod durable;
 pub mod engine;
