@@ -4,6 +4,7 @@
 
 use super::launch::{Address, Arch, Call, Fault, Kernel, Launcher, by_type, whole_16, workspace_of};
 use super::params::params;
+use super::traffic::Traffic;
 use crate::*;
 
 params! {
@@ -158,19 +159,6 @@ pub fn query_tiles(arch: &Arch, dtype: DType, width: usize) -> Tiles {
 /// Bytes of workspace: delta, for backward.
 pub(super) fn workspace_bytes(tokens: usize, shape: Attention) -> usize {
     workspace_of(&[tokens * shape.heads * size_of::<f32>()])
-}
-
-/// Bytes that one kernel moves between device memory and its compute units.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Read, what several blocks read counted for each: all but the first time mostly from the L2 cache.
-    pub read_bytes: u64,
-    /// Written.
-    pub write_bytes: u64,
-    /// Read or written at least once: what device memory itself moves where the L2 cache holds the rest.
-    pub once_bytes: u64,
-    /// Blocks that have work.
-    pub blocks: u64,
 }
 
 /// What the passes of one call move.

@@ -1,29 +1,37 @@
-//! LoRA: how adapters that share an input are cut into launches, and into parts and groups whose partial sums go through the workspace.
-//! `kernels/gpu/lora.cu` tells what each kernel touches.
+//! LoRA: which launches a call takes, and which sums through the workspace. `kernels/gpu/lora.cu` and `lora_backward.cu` tell what each
+//! kernel touches.
 //!
-//! A kernel takes up to four slices of adapters with up to 12 tiles of 16 ranks together, so three adapters of rank 64 are one launch and
-//! larger ranks are several. Launches follow each other on the stream: their partial sums share one piece of the workspace.
+//! * `tiles` how a call is cut into launches and blocks, and how much workspace that takes; `traffic` the bytes that they move.
+//!
+//! Launches follow each other on the stream: their partial sums share one piece of the workspace.
+
+mod tiles;
+pub mod traffic;
 
 use super::launch::{Address, Arch, Call, Kernel, Launcher, by_type, whole_16, workspace_of};
 use super::params::params;
 use crate::philox::philox4x32;
 use crate::{DType, Error, LoraBackward, LoraForward, OpShape, Result, Stream, View, ViewMut, Write, checks};
 use bytemuck::Zeroable;
+use tiles::{F32, LARGE_TILES, MAX_SLICES, Piece, RANKS, SMALL_TILES, THREADS, UP_COLS, UP_RANKS, UP_TOKENS, X_COLS};
+use tiles::{half_warps, stages, x_tokens};
 
 pub(super) const KERNELS: &[Kernel] = &[
     Kernel::new::<LoraDown>("lora_down_f32", "lora.cu"),
     Kernel::new::<LoraDown>("lora_down_bf16", "lora.cu"),
     Kernel::new::<LoraDown>("lora_down_large_f32", "lora.cu"),
     Kernel::new::<LoraDown>("lora_down_large_bf16", "lora.cu"),
-    Kernel::new::<LoraDown>("lora_down_b_f32", "lora.cu"),
-    Kernel::new::<LoraDown>("lora_down_b_bf16", "lora.cu"),
     Kernel::new::<LoraUp>("lora_up_f32", "lora.cu"),
     Kernel::new::<LoraUp>("lora_up_bf16", "lora.cu"),
-    Kernel::new::<LoraX>("lora_x_f32", "lora.cu"),
-    Kernel::new::<LoraX>("lora_x_bf16", "lora.cu"),
-    Kernel::new::<LoraX>("lora_x_large_f32", "lora.cu"),
-    Kernel::new::<LoraX>("lora_x_large_bf16", "lora.cu"),
     Kernel::new::<LoraSum>("lora_sum_f32", "lora.cu"),
+    Kernel::new::<LoraDy>("lora_dy_f32", "lora_backward.cu"),
+    Kernel::new::<LoraDy>("lora_dy_bf16", "lora_backward.cu"),
+    Kernel::new::<LoraDy>("lora_dy_large_f32", "lora_backward.cu"),
+    Kernel::new::<LoraDy>("lora_dy_large_bf16", "lora_backward.cu"),
+    Kernel::new::<LoraX>("lora_x_f32", "lora_backward.cu"),
+    Kernel::new::<LoraX>("lora_x_bf16", "lora_backward.cu"),
+    Kernel::new::<LoraX>("lora_x_large_f32", "lora_backward.cu"),
+    Kernel::new::<LoraX>("lora_x_large_bf16", "lora_backward.cu"),
 ];
 
 params! {
@@ -48,11 +56,9 @@ params! {
         vector: i32,
         vector_t: i32,
         vector_wide: i32,
-        grad_ld: i32,
         site: u32,
         scale: f32,
         add: i32,
-        unused: i32,
     }
     struct LoraDown {
         x: Address,
@@ -82,11 +88,39 @@ params! {
         width: i32,
         tiles: i32,
         slices: i32,
-        transposed: i32,
         vector: i32,
         vector_dx: i32,
+        unused: i32,
         drop: Dropout,
         slice: [Slice; MAX_SLICES],
+    }
+    struct DySlice {
+        dy: Address,
+        t: Address,
+        b: Address,
+        dt: Address,
+        db: Address,
+        dt_part: i64,
+        db_part: i64,
+        width: i32,
+        rank: i32,
+        ld: i32,
+        dt_ld: i32,
+        db_ld: i32,
+        first: i32,
+        vector: i32,
+        vector_t: i32,
+        vector_b: i32,
+        add: i32,
+        dt_scale: f32,
+        db_scale: f32,
+    }
+    struct LoraDy {
+        tokens: i32,
+        group: i32,
+        chunk: i32,
+        slices: i32,
+        slice: [DySlice; MAX_SLICES],
     }
     struct LoraSumJob {
         out: Address,
@@ -105,107 +139,11 @@ params! {
     }
 }
 
-const THREADS: u32 = 256;
-const MAX_SLICES: usize = 4;
 const MAX_SUMS: usize = 16;
-/// Ranks of a tile, and tiles that kernels take.
-const RANKS: usize = 16;
-const SMALL_TILES: usize = 4;
-const LARGE_TILES: usize = 12;
-/// Tokens of a block of `lora_down`.
-const DOWN_TOKENS: usize = 64;
-/// Steps of the inner dimension that a part has at least.
-const PART_STEPS: usize = 4;
-/// Tokens of a step and columns of a block of `lora_up`.
-const UP_TOKENS: usize = 64;
-const UP_COLS: usize = 128;
-const UP_RANKS: usize = 32;
-/// Columns of a block of `lora_x`.
-const X_COLS: usize = 32;
-const F32: usize = size_of::<f32>();
 
-/// Wide tiles in shared memory, with and without a copy engine.
-fn stages(arch: &Arch) -> usize {
-    if arch.lanes == 32 { 4 } else { 2 }
-}
-
-/// Warps of a block, halved: they share a block's work two by so many.
-fn half_warps(arch: &Arch) -> usize {
-    (THREADS / arch.lanes) as usize / 2
-}
-
-/// Some ranks of an adapter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    adapter: usize,
-    from: usize,
-    ranks: usize,
-    /// Rank tile of its launch that it begins with.
-    first: usize,
-}
-
-/// The launches that adapters of these ranks take.
-fn launches(ranks: &[usize]) -> Vec<Vec<Piece>> {
-    let mut all: Vec<Vec<Piece>> = Vec::new();
-    for (adapter, rank) in ranks.iter().enumerate() {
-        for from in (0..*rank).step_by(LARGE_TILES * RANKS) {
-            let ranks = (rank - from).min(LARGE_TILES * RANKS);
-            let fits = |l: &Vec<Piece>| l.len() < MAX_SLICES && tiles(l) + ranks.div_ceil(RANKS) <= LARGE_TILES;
-            match all.last_mut().filter(|l| fits(l)) {
-                Some(last) => last.push(Piece { adapter, from, ranks, first: tiles(last) }),
-                None => all.push(vec![Piece { adapter, from, ranks, first: 0 }]),
-            }
-        }
-    }
-    all
-}
-
-fn tiles(pieces: &[Piece]) -> usize {
-    pieces.last().map_or(0, |p| p.first + p.ranks.div_ceil(RANKS))
-}
-
-/// Elements of the inner dimension that `lora_down` takes a step.
-fn down_step(arch: &Arch, bytes: usize, large: bool) -> usize {
-    (if arch.lanes == 32 && !large { 128 } else { 64 }) / bytes
-}
-
-/// Parts of the inner dimension `width`, and elements of each: every compute unit gets a block.
-fn down_parts(arch: &Arch, step: usize, tokens: usize, width: usize) -> (usize, usize) {
-    let wanted = (arch.units as usize).div_ceil(tokens.div_ceil(DOWN_TOKENS).max(1));
-    let parts = wanted.min(width / (PART_STEPS * step)).max(1);
-    let part = width.div_ceil(parts).next_multiple_of(step).max(step);
-    (width.div_ceil(part).max(1), part)
-}
-
-/// Tokens of a step of `lora_x`.
-fn x_tokens(arch: &Arch) -> usize {
-    16 * half_warps(arch)
-}
-
-/// Groups of tokens of `lora_x` over `width` columns, and tokens of each.
-fn x_groups(arch: &Arch, tokens: usize, width: usize) -> (usize, usize) {
-    let step = x_tokens(arch);
-    let wanted = (arch.units as usize).div_ceil(width.div_ceil(X_COLS).max(1));
-    let group = tokens.div_ceil(wanted).next_multiple_of(step).max(step);
-    (tokens.div_ceil(group), group)
-}
-
-/// At least as many elements as `groups width` of any width up to `width`.
-fn x_partial_cols(arch: &Arch, tokens: usize, width: usize) -> usize {
-    let most = tokens.div_ceil(x_tokens(arch)).max(1);
-    (most * width).min(arch.units as usize * X_COLS + width)
-}
-
-/// Bytes of dt, and of partial sums, for adapters up to these ranks and outputs.
+/// Bytes of dt, and of partial sums.
 fn scratch(arch: &Arch, tokens: usize, inputs: usize, outputs: usize, rank: usize, adapters: usize) -> [usize; 2] {
-    let padded = rank.next_multiple_of(RANKS);
-    let ranks = (adapters * padded).min(LARGE_TILES * RANKS);
-    // Narrower steps allow more parts.
-    let parts = |width| [2, 4].map(|b| down_parts(arch, down_step(arch, b, true), tokens, width).0).into_iter().max().unwrap_or(1);
-    let down = parts(inputs).max(parts(outputs)) * tokens * ranks;
-    let x = x_partial_cols(arch, tokens, inputs) * ranks;
-    let db = x_partial_cols(arch, tokens, outputs) * padded.min(LARGE_TILES * RANKS);
-    [adapters * tokens * rank * F32, down.max(x).max(db) * F32]
+    tiles::scratch(arch, tokens, inputs, outputs, rank, adapters).map(|elems| elems * F32)
 }
 
 /// Bytes of the workspace of [`forward`] and [`backward`].
@@ -237,29 +175,44 @@ struct Adapter {
     scale: f32,
 }
 
+/// `address`, some elements of f32 further on, if it is wanted.
+fn skip(address: Address, elems: usize) -> Address {
+    if address.0 == 0 { address } else { address.offset(elems * F32) }
+}
+
+/// Whether rows of `elems` f32 from there on begin at multiples of 16 bytes.
+fn vector(address: Address, elems: usize) -> i32 {
+    whole_16(&[address.0, (elems * F32) as u64]).into()
+}
+
 impl Adapter {
     /// Its ranks of `piece`, as a kernel gets them.
     fn slice(&self, piece: &Piece) -> Slice {
-        let row = if self.of_b { self.rank } else { self.width };
-        let skip = |base: Address, stride: usize| if base.0 == 0 { base } else { base.offset(piece.from * stride * F32) };
-        let along = if self.of_b { 1 } else { self.width };
+        let (row, along) = if self.of_b { (self.rank, 1) } else { (self.width, self.width) };
         Slice {
-            skinny: skip(self.skinny, 1),
-            adapter: skip(self.matrix, along),
-            grad: skip(self.grad, along),
+            skinny: skip(self.skinny, piece.from),
+            adapter: skip(self.matrix, piece.from * along),
+            grad: skip(self.grad, piece.from * along),
             rank: piece.ranks as i32,
             ld: self.rank as i32,
             first: piece.first as i32,
             width: self.width as i32,
-            vector: whole_16(&[self.matrix.0, (row * F32) as u64]).into(),
-            vector_t: whole_16(&[self.skinny.0, (self.rank * F32) as u64]).into(),
-            grad_ld: self.rank as i32,
+            vector: vector(self.matrix, row),
+            vector_t: vector(self.skinny, self.rank),
             site: self.site,
             scale: self.scale,
             add: (self.write == Write::Add).into(),
             ..Slice::zeroed()
         }
     }
+}
+
+/// An adapter and what comes from above, to `lora_dy`.
+struct Above {
+    /// B, its gradient, and dt.
+    b: Adapter,
+    t: Address,
+    dy: Address,
 }
 
 /// The first slots filled with these.
@@ -281,52 +234,40 @@ struct Builder<'a, 'b, L: Launcher> {
 }
 
 impl<L: Launcher> Builder<'_, '_, L> {
-    /// `skinny = scale * drop(x) A^T` (or `x B`) of all adapters; they share `x [N, width]`.
+    /// `skinny = scale * drop(x) A^T` of all adapters; they share `x [N, width]`.
     fn down(&mut self, x: Address, width: usize, adapters: &[Adapter]) -> Result<()> {
-        let of_b = adapters.first().is_some_and(|a| a.of_b);
-        for pieces in launches(&adapters.iter().map(|a| a.rank).collect::<Vec<_>>()) {
-            let tiles = tiles(&pieces);
-            let large = of_b || tiles > SMALL_TILES;
-            let bytes = self.dtype.bytes();
-            let step = down_step(self.arch, bytes, large);
-            let (parts, part) = down_parts(self.arch, step, self.tokens, width);
-            let partial = if parts > 1 { self.partial } else { Address(0) };
-            let keep = if self.drop.least > 0 { self.drop.keep } else { 1.0 };
-            let slices: Vec<Slice> =
-                pieces.iter().map(|p| adapters[p.adapter].slice(p)).map(|s| Slice { scale: s.scale * keep, ..s }).collect();
+        let bytes = self.dtype.bytes();
+        for cut in tiles::down(self.arch, bytes, self.tokens, width, &ranks(adapters)) {
+            let partial = if cut.parts > 1 { self.partial } else { Address(0) };
+            let slices = self.slices(adapters, &cut.pieces);
             let params = LoraDown {
                 x,
                 partial,
                 tokens: self.tokens as i64,
                 width: width as i32,
-                part: part as i32,
-                tiles: tiles as i32,
+                part: cut.part as i32,
+                tiles: cut.tiles as i32,
                 slices: slices.len() as i32,
                 vector: whole_16(&[x.0, (width * bytes) as u64]).into(),
                 unused: 0,
                 drop: self.drop,
                 slice: filled(slices.iter().copied()),
             };
-            let kernel = match (of_b, large) {
-                (true, _) => by_type(self.dtype, "lora_down_b_f32", "lora_down_b_bf16"),
-                (false, true) => by_type(self.dtype, "lora_down_large_f32", "lora_down_large_bf16"),
-                (false, false) => by_type(self.dtype, "lora_down_f32", "lora_down_bf16"),
-            };
-            let most = RANKS * if large { LARGE_TILES } else { SMALL_TILES };
-            let (wide, along_k) = (DOWN_TOKENS * step * bytes, if large { 1 } else { half_warps(self.arch) });
-            let shared = ((stages(self.arch) + 1) * wide + 2 * most * step * F32).max(along_k * DOWN_TOKENS * most * F32);
-            self.call.launch(kernel, [self.tokens.div_ceil(DOWN_TOKENS), parts, 1], THREADS, shared, &params)?;
-            if parts > 1 {
-                let ranks = tiles * RANKS;
+            let most = RANKS * if cut.large { LARGE_TILES } else { SMALL_TILES };
+            let (wide, along_k) = (cut.tokens * cut.step * bytes, if cut.large { 1 } else { half_warps(self.arch) });
+            let shared = ((stages(self.arch) + 1) * wide + 2 * most * cut.step * F32).max(along_k * cut.tokens * most * F32);
+            self.call.launch(cut.kernel(self.dtype), [self.tokens.div_ceil(cut.tokens), cut.parts, 1], THREADS, shared, &params)?;
+            if cut.parts > 1 {
+                let all_ranks = cut.tiles * RANKS;
                 let job = |s: &Slice| LoraSumJob {
                     out: s.skinny,
                     partial: partial.offset(s.first as usize * RANKS * F32),
-                    part: (self.tokens * ranks) as i64,
+                    part: (self.tokens * all_ranks) as i64,
                     elems: self.tokens as i64 * i64::from(s.rank),
                     cols: s.rank,
                     out_ld: s.ld,
-                    in_ld: ranks as i32,
-                    parts: parts as i32,
+                    in_ld: all_ranks as i32,
+                    parts: cut.parts as i32,
                     scale: s.scale,
                     add: 0,
                 };
@@ -335,6 +276,12 @@ impl<L: Launcher> Builder<'_, '_, L> {
             }
         }
         Ok(())
+    }
+
+    /// Slices of a launch over x, with what dropout multiplies the rest by.
+    fn slices(&self, adapters: &[Adapter], pieces: &[Piece]) -> Vec<Slice> {
+        let keep = if self.drop.least > 0 { self.drop.keep } else { 1.0 };
+        pieces.iter().map(|p| adapters[p.adapter].slice(p)).map(|s| Slice { scale: s.scale * keep, ..s }).collect()
     }
 
     /// Adds partial sums in order.
@@ -347,64 +294,94 @@ impl<L: Launcher> Builder<'_, '_, L> {
         Ok(())
     }
 
-    /// `grad = scale * skinny^T drop(x)` of all adapters (of B: transposed), `dx += drop'(skinny A)`.
+    /// `grad = scale * skinny^T drop(x)` of all adapters, `dx += drop'(skinny A)`.
     fn x(&mut self, dx: Address, x: Address, width: usize, adapters: &[Adapter]) -> Result<()> {
-        let (groups, group) = x_groups(self.arch, self.tokens, width);
-        let transposed = adapters.first().is_some_and(|a| a.of_b);
-        for pieces in launches(&adapters.iter().map(|a| a.rank).collect::<Vec<_>>()) {
-            let tiles = tiles(&pieces);
-            let keep = if self.drop.least > 0 { self.drop.keep } else { 1.0 };
-            let slice = |p: &Piece| adapters[p.adapter].slice(p);
-            let mut slices: Vec<Slice> = pieces.iter().map(slice).map(|s| Slice { scale: s.scale * keep, ..s }).collect();
+        let bytes = self.dtype.bytes();
+        for cut in tiles::x(self.arch, self.tokens, width, &ranks(adapters)) {
+            let mut slices = self.slices(adapters, &cut.pieces);
             let mut jobs = Vec::new();
-            if groups != 1 {
+            if cut.groups != 1 {
                 // Each slice has its own partial sums, dense.
                 let mut next = self.partial;
                 for s in &mut slices {
                     let elems = width * s.rank as usize;
-                    let (cols, out_ld) = if transposed { (s.rank, s.grad_ld) } else { (width as i32, width as i32) };
-                    jobs.push(LoraSumJob {
-                        out: s.grad,
-                        partial: next,
-                        part: elems as i64,
-                        elems: elems as i64,
-                        cols,
-                        out_ld,
-                        in_ld: cols,
-                        parts: groups as i32,
-                        scale: s.scale,
-                        add: s.add,
-                    });
-                    *s = Slice { grad: next, grad_part: elems as i64, grad_ld: s.rank, scale: 1.0, add: 0, ..*s };
-                    next = next.offset(groups * elems * F32);
+                    jobs.push(LoraSumJob { add: s.add, ..dense(s.grad, next, elems, width, width, cut.groups, s.scale) });
+                    *s = Slice { grad: next, grad_part: elems as i64, scale: 1.0, add: 0, ..*s };
+                    next = next.offset(cut.groups * elems * F32);
                 }
             }
-            let large = tiles > SMALL_TILES;
-            let bytes = self.dtype.bytes();
             let params = LoraX {
                 x,
                 dx,
                 tokens: self.tokens as i64,
-                group: group as i64,
+                group: cut.group as i64,
                 width: width as i32,
-                tiles: tiles as i32,
+                tiles: cut.tiles as i32,
                 slices: slices.len() as i32,
-                transposed: transposed.into(),
                 vector: whole_16(&[x.0, (width * bytes) as u64]).into(),
                 vector_dx: whole_16(&[dx.0, (width * bytes) as u64]).into(),
+                unused: 0,
                 drop: self.drop,
                 slice: filled(slices),
             };
-            let kernel = if large {
-                by_type(self.dtype, "lora_x_large_f32", "lora_x_large_bf16")
-            } else {
-                by_type(self.dtype, "lora_x_f32", "lora_x_bf16")
-            };
-            let (most, step) = (RANKS * if large { LARGE_TILES } else { SMALL_TILES }, x_tokens(self.arch));
+            let (most, step) = (RANKS * if cut.large { LARGE_TILES } else { SMALL_TILES }, x_tokens(self.arch));
             let wide = step * X_COLS * bytes;
             let strips = (2 * half_warps(self.arch) * 1024).max(wide);
             let shared = stages(self.arch) * wide + (step + X_COLS) * most * F32 + strips + step * X_COLS / (16 / bytes) * size_of::<u16>();
-            self.call.launch(kernel, [width.div_ceil(X_COLS), groups, 1], THREADS, shared, &params)?;
+            self.call.launch(cut.kernel(self.dtype), [width.div_ceil(X_COLS), cut.groups, 1], THREADS, shared, &params)?;
+            self.sums(&jobs)?;
+        }
+        Ok(())
+    }
+
+    /// `dt = scale * dy B`, `db = scale * dy^T t` of all adapters.
+    fn dy(&mut self, adapters: &[Above]) -> Result<()> {
+        let bytes = self.dtype.bytes();
+        let sizes: Vec<_> = adapters.iter().map(|a| (a.b.width, a.b.rank)).collect();
+        for cut in tiles::dy(self.arch, self.tokens, &sizes) {
+            let (mut slices, mut jobs, mut next) = (Vec::new(), Vec::new(), self.partial);
+            for piece in &cut.pieces {
+                let Above { b, t, dy } = &adapters[piece.adapter];
+                let chunks = b.width.div_ceil(cut.chunk);
+                let of = b.slice(piece);
+                let mut s = DySlice {
+                    dy: *dy,
+                    t: skip(*t, piece.from),
+                    b: of.adapter,
+                    dt: of.skinny,
+                    db: of.grad,
+                    dt_part: 0,
+                    db_part: 0,
+                    width: of.width,
+                    rank: of.rank,
+                    ld: of.ld,
+                    dt_ld: of.ld,
+                    db_ld: of.ld,
+                    first: of.first,
+                    vector: whole_16(&[dy.0, (b.width * bytes) as u64]).into(),
+                    vector_t: vector(*t, b.rank),
+                    vector_b: of.vector,
+                    add: of.add,
+                    dt_scale: of.scale,
+                    db_scale: of.scale,
+                };
+                if chunks != 1 {
+                    let elems = self.tokens * piece.ranks;
+                    jobs.push(dense(s.dt, next, elems, piece.ranks, b.rank, chunks, of.scale));
+                    s = DySlice { dt: next, dt_part: elems as i64, dt_ld: of.rank, dt_scale: 1.0, ..s };
+                    next = next.offset(chunks * elems * F32);
+                }
+                if cut.groups != 1 {
+                    let elems = b.width * piece.ranks;
+                    jobs.push(LoraSumJob { add: of.add, ..dense(s.db, next, elems, piece.ranks, b.rank, cut.groups, of.scale) });
+                    s = DySlice { db: next, db_part: elems as i64, db_ld: of.rank, db_scale: 1.0, add: 0, ..s };
+                    next = next.offset(cut.groups * elems * F32);
+                }
+                slices.push(s);
+            }
+            let (tokens, count) = (self.tokens as i32, slices.len() as i32);
+            let params = LoraDy { tokens, group: cut.group as i32, chunk: cut.chunk as i32, slices: count, slice: filled(slices) };
+            self.call.launch(cut.kernel(self.dtype), [cut.blocks, cut.groups, 1], THREADS, tiles::dy_shared(self.arch, bytes, cut.large), &params)?;
             self.sums(&jobs)?;
         }
         Ok(())
@@ -412,33 +389,45 @@ impl<L: Launcher> Builder<'_, '_, L> {
 
     /// `y += scale * t B^T`.
     fn up(&mut self, adapters: &[(Adapter, Address, DType)]) -> Result<()> {
-        for some in adapters.chunks(MAX_SLICES) {
-            let mut blocks = 0;
+        for cut in tiles::up(self.arch, self.tokens, &adapters.iter().map(|a| a.0.width).collect::<Vec<_>>()) {
+            let mut first = 0;
             let mut slices = Vec::new();
-            for (a, y, dtype) in some {
-                let whole = Piece { adapter: 0, from: 0, ranks: a.rank, first: blocks };
+            for (a, y, dtype) in &adapters[cut.adapters] {
+                let whole = Piece { adapter: 0, from: 0, ranks: a.rank, first };
                 let (y, y_f32) = if *dtype == DType::F32 { (Address(0), *y) } else { (*y, Address(0)) };
                 let vector_wide = whole_16(&[y.0 | y_f32.0, (a.width * dtype.bytes()) as u64]).into();
                 slices.push(Slice { y, y_f32, vector_wide, ..a.slice(&whole) });
-                blocks += a.width.div_ceil(UP_COLS);
+                first += a.width.div_ceil(UP_COLS);
             }
-            let (groups, group) = up_groups(self.arch, self.tokens, blocks);
             let count = slices.len() as i32;
-            let params = LoraUp { tokens: self.tokens as i64, group: group as i64, slices: count, unused: 0, slice: filled(slices) };
+            let params =
+                LoraUp { tokens: self.tokens as i64, group: cut.group as i64, slices: count, unused: 0, slice: filled(slices) };
             let shared = (UP_TOKENS + UP_COLS) * UP_RANKS * F32 + 2 * UP_COLS * 16 * F32;
-            self.call.launch(by_type(self.dtype, "lora_up_f32", "lora_up_bf16"), [blocks, groups, 1], THREADS, shared, &params)?;
+            let kernel = by_type(self.dtype, "lora_up_f32", "lora_up_bf16");
+            self.call.launch(kernel, [cut.blocks, cut.groups, 1], THREADS, shared, &params)?;
         }
         Ok(())
     }
 }
 
-/// Groups of tokens of `lora_up` with this many blocks of columns, and tokens of each: two blocks for each compute unit.
-fn up_groups(arch: &Arch, tokens: usize, blocks: usize) -> (usize, usize) {
-    let wanted = (2 * arch.units as usize).div_ceil(blocks.max(1));
-    let group = tokens.div_ceil(wanted).next_multiple_of(UP_TOKENS).max(UP_TOKENS);
-    // A grid has 65,535 rows.
-    let group = group.max(tokens.div_ceil(65_535).next_multiple_of(UP_TOKENS));
-    (tokens.div_ceil(group), group)
+fn ranks(adapters: &[Adapter]) -> Vec<usize> {
+    adapters.iter().map(|a| a.rank).collect()
+}
+
+/// The sum of `parts` dense matrices of `elems` elements, `cols` of them a row, into rows of `out_ld`.
+fn dense(out: Address, partial: Address, elems: usize, cols: usize, out_ld: usize, parts: usize, scale: f32) -> LoraSumJob {
+    LoraSumJob {
+        out,
+        partial,
+        part: elems as i64,
+        elems: elems as i64,
+        cols: cols as i32,
+        out_ld: out_ld as i32,
+        in_ld: cols as i32,
+        parts: parts as i32,
+        scale,
+        add: 0,
+    }
 }
 
 /// Sizes must fit the 32 bits in which kernels count.
@@ -537,15 +526,11 @@ pub(super) fn backward<L: Launcher>(
         };
         of_a.push(common);
         let b = Adapter { matrix: call.read(&a.b)?, of_b: true, grad: call.write(&a.db)?, width: a.outputs, scale: a.scale, ..common };
-        of_b.push((b, call.read(&a.dy)?, call.read(&a.t)?));
+        of_b.push(Above { b, dy: call.read(&a.dy)?, t: call.read(&a.t)? });
         dt = dt.offset(tokens * a.rank * F32);
     }
-    let mut builder = Builder { call: &mut call, arch, dtype: x.dtype(), tokens, drop: Dropout::zeroed(), partial };
-    for (b, dy, t) in of_b {
-        builder.down(dy, b.width, &[b])?;
-        builder.x(Address(0), dy, b.width, &[Adapter { skinny: t, ..b }])?;
-    }
-    builder.drop = dropout(drop);
+    let mut builder = Builder { call: &mut call, arch, dtype: x.dtype(), tokens, drop: dropout(drop), partial };
+    builder.dy(&of_b)?;
     builder.x(pdx, px, inputs, &of_a)?;
     call.run(s)
 }

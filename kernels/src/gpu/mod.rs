@@ -13,13 +13,14 @@ mod elementwise;
 mod embedding;
 pub mod launch;
 mod linear;
-mod lora;
+pub mod lora;
 mod norm_tree;
 mod params;
 mod rmsnorm;
 mod rope;
 mod swiglu;
 pub mod table;
+pub mod traffic;
 
 use crate::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View, ViewMut, Weight, Write};
 use launch::{Arch, Launcher};

@@ -47,7 +47,7 @@ struct Access {
     bool shared, write;
 };
 
-// Which sectors of a range a launch has read (1) and written (2).
+// Which sectors of a range a launch has read before it wrote them (1), and written (2).
 struct Touched {
     u64 first = 0;
     std::vector<std::atomic<u8>> bits;

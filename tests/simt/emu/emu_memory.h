@@ -72,7 +72,9 @@ inline void record(const void* site, uintptr_t at, size_t bytes, bool shared, bo
     for (u32 i = 0; i < run.n_ranges; i++) {
         if (at < run.ranges[i].begin || at + bytes > run.ranges[i].end) continue;
         Touched& t = (*block->touched)[i];
-        t.bits[at / 32 - t.first].fetch_or(write ? 2 : 1, std::memory_order_relaxed);
+        auto& bits = t.bits[at / 32 - t.first];
+        // What the launch wrote itself is read from a cache.
+        if (write || !(bits.load(std::memory_order_relaxed) & 2)) bits.fetch_or(write ? 2 : 1, std::memory_order_relaxed);
         return;
     }
 }

@@ -35,7 +35,7 @@ pub struct Counters {
     pub read_sectors: u64,
     /// Sectors written, once per access of a warp.
     pub write_sectors: u64,
-    /// Sectors that a launch read at all: what comes from memory where caches hold the rest.
+    /// Sectors that a launch read at all before it wrote them: what comes from memory where caches hold the rest.
     pub distinct_reads: u64,
     /// Sectors that a launch wrote at all.
     pub distinct_writes: u64,
