@@ -50,14 +50,6 @@ pub enum Error {
         /// What is wrong, with expected and got.
         what: String,
     },
-    /// The operation, or a feature of it, does not exist on this device.
-    #[error("{op}: not on this device: {what}")]
-    Unsupported {
-        /// The operation.
-        op: &'static str,
-        /// What is missing.
-        what: String,
-    },
     /// A view was cut outside its parent.
     #[error("view of {elems} {dtype} at byte {offset} leaves its allocation '{name}' of {bytes} bytes")]
     Range {

@@ -381,7 +381,13 @@ impl<L: Launcher> Builder<'_, '_, L> {
             }
             let (tokens, count) = (self.tokens as i32, slices.len() as i32);
             let params = LoraDy { tokens, group: cut.group as i32, chunk: cut.chunk as i32, slices: count, slice: filled(slices) };
-            self.call.launch(cut.kernel(self.dtype), [cut.blocks, cut.groups, 1], THREADS, tiles::dy_shared(self.arch, bytes, cut.large), &params)?;
+            self.call.launch(
+                cut.kernel(self.dtype),
+                [cut.blocks, cut.groups, 1],
+                THREADS,
+                tiles::dy_shared(self.arch, bytes, cut.large),
+                &params,
+            )?;
             self.sums(&jobs)?;
         }
         Ok(())
@@ -400,8 +406,7 @@ impl<L: Launcher> Builder<'_, '_, L> {
                 first += a.width.div_ceil(UP_COLS);
             }
             let count = slices.len() as i32;
-            let params =
-                LoraUp { tokens: self.tokens as i64, group: cut.group as i64, slices: count, unused: 0, slice: filled(slices) };
+            let params = LoraUp { tokens: self.tokens as i64, group: cut.group as i64, slices: count, unused: 0, slice: filled(slices) };
             let shared = (UP_TOKENS + UP_COLS) * UP_RANKS * F32 + 2 * UP_COLS * 16 * F32;
             let kernel = by_type(self.dtype, "lora_up_f32", "lora_up_bf16");
             self.call.launch(kernel, [cut.blocks, cut.groups, 1], THREADS, shared, &params)?;

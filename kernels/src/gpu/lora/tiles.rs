@@ -161,11 +161,7 @@ pub(super) struct X {
 
 impl X {
     pub fn kernel(&self, dtype: DType) -> &'static str {
-        if self.large {
-            by_type(dtype, "lora_x_large_f32", "lora_x_large_bf16")
-        } else {
-            by_type(dtype, "lora_x_f32", "lora_x_bf16")
-        }
+        if self.large { by_type(dtype, "lora_x_large_f32", "lora_x_large_bf16") } else { by_type(dtype, "lora_x_f32", "lora_x_bf16") }
     }
 }
 
@@ -202,19 +198,17 @@ pub(super) struct Dy {
 
 impl Dy {
     pub fn kernel(&self, dtype: DType) -> &'static str {
-        if self.large {
-            by_type(dtype, "lora_dy_large_f32", "lora_dy_large_bf16")
-        } else {
-            by_type(dtype, "lora_dy_f32", "lora_dy_bf16")
-        }
+        if self.large { by_type(dtype, "lora_dy_large_f32", "lora_dy_large_bf16") } else { by_type(dtype, "lora_dy_f32", "lora_dy_bf16") }
     }
 }
 
 /// `lora_dy` of adapters of these widths and ranks.
 pub(super) fn dy(arch: &Arch, tokens: usize, adapters: &[(usize, usize)]) -> Vec<Dy> {
     let piece = |adapter: usize, from: usize| Piece { adapter, from, ranks: (adapters[adapter].1 - from).min(DY_RANKS), first: 0 };
-    let all: Vec<Piece> =
-        (0..adapters.len()).flat_map(|a| (0..adapters[a].1).step_by(DY_RANKS).map(move |from| (a, from))).map(|(a, f)| piece(a, f)).collect();
+    let all: Vec<Piece> = (0..adapters.len())
+        .flat_map(|a| (0..adapters[a].1).step_by(DY_RANKS).map(move |from| (a, from)))
+        .map(|(a, f)| piece(a, f))
+        .collect();
     let most = |of: fn(&(usize, usize)) -> usize| adapters.iter().map(of).max().unwrap_or(0);
     let budget = dy_budget(arch, tokens, most(|a| a.0), most(|a| a.1), adapters.len());
     let cut = |pieces: &[Piece]| {
@@ -259,9 +253,8 @@ pub(super) fn dy_partials(tokens: usize, slices: &[(usize, usize)], group: usize
 fn dy_split(arch: &Arch, tokens: usize, slices: &[(usize, usize)], budget: usize) -> (usize, usize) {
     let (units, cols) = (arch.units as usize, dy_cols(arch));
     let widest = slices.iter().map(|s| s.0).max().unwrap_or(0).div_ceil(cols).max(1);
-    let blocks = |group: usize, chunk: usize| {
-        tokens.div_ceil(group).max(1) * slices.iter().map(|s| s.0.div_ceil(chunk * cols)).sum::<usize>()
-    };
+    let blocks =
+        |group: usize, chunk: usize| tokens.div_ceil(group).max(1) * slices.iter().map(|s| s.0.div_ceil(chunk * cols)).sum::<usize>();
     let key = |group: usize, chunk: usize| {
         let partials = dy_partials(tokens, slices, group, chunk * cols);
         (partials > budget, units.saturating_sub(blocks(group, chunk)), partials)

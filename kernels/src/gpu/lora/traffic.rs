@@ -28,8 +28,7 @@ impl LoraTraffic {
 
     fn launch(&mut self, kernel: &'static str, blocks: usize, once: [usize; 2], again: usize) {
         let [read, write] = once.map(|b| b as u64);
-        let traffic =
-            Traffic { read_bytes: read + again as u64, write_bytes: write, once_bytes: read + write, blocks: blocks as u64 };
+        let traffic = Traffic { read_bytes: read + again as u64, write_bytes: write, once_bytes: read + write, blocks: blocks as u64 };
         self.launches.push((kernel, traffic));
     }
 

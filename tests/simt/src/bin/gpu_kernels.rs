@@ -21,7 +21,7 @@ fn check_all(device: &dyn Target, large: bool) -> Result<bool, String> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let options = CpuOptions { threads, mode: Mode::Threaded, track: false, trace: false };
     let cpu = CpuDevice::new(options).and_then(|d| Host::new(d)).map_err(|e| e.to_string())?;
-    let (mut good, mut missing, mut worst, mut wrong) = (0, Vec::new(), 0.0f64, 0);
+    let (mut good, mut worst, mut wrong) = (0, 0.0f64, 0);
     for case in checked(large) {
         match check(&case, device, &cpu).map_err(|e| format!("{} {}: {e}", case.op, case.sizes))? {
             Outcome::Distance(d) if d <= TOLERANCE => (good, worst) = (good + 1, worst.max(d)),
@@ -29,16 +29,13 @@ fn check_all(device: &dyn Target, large: bool) -> Result<bool, String> {
                 println!("WRONG: {} {}: off by {d:.2e}, at most {TOLERANCE:.2e}", case.op, case.sizes);
                 wrong += 1;
             }
-            Outcome::NoKernel => missing.push(case.op),
             Outcome::Failed(e) => {
                 println!("FAILED: {} {}: {e}", case.op, case.sizes);
                 wrong += 1;
             }
         }
     }
-    missing.sort();
-    missing.dedup();
-    println!("checks: {good} calls agree with the CPU (worst distance {worst:.1e}), {wrong} do not; without a kernel: {missing:?}");
+    println!("checks: {good} calls agree with the CPU (worst distance {worst:.1e}), {wrong} do not");
     Ok(wrong == 0)
 }
 
