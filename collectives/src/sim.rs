@@ -1,11 +1,13 @@
 //! What would the ranks send, without sending it? One rank that stands for all: operands are checked, calls and bytes
-//! counted, and each collective is one host task on the stream, which the simulated device counts and does not run.
+//! counted, and each collective is noted by the simulated device it is on, or is one host task on the stream, which is not run.
 #![allow(unsafe_code)]
 
+use crate::operands::Op;
 use crate::operands::{Call, Check, Counters};
 use crate::{Communicator, Counts, Error, Health, Result};
 use std::sync::Mutex;
 use zrt_kernels::memory::Mapping;
+use zrt_kernels::sim::{Kind, SimLink};
 use zrt_kernels::{Buffer, HostTask, Place, Stream, View, ViewMut};
 
 /// A simulated group. It moves no data: destinations keep what they held.
@@ -13,6 +15,7 @@ pub struct SimComm {
     check: Check,
     shared_pages: bool,
     counters: Counters,
+    link: Option<SimLink>,
     lost: Mutex<Option<Error>>,
 }
 
@@ -23,6 +26,7 @@ impl SimComm {
             check: Check { rank: 0, ranks: ranks.max(1) },
             shared_pages: false,
             counters: Counters::default(),
+            link: None,
             lost: Mutex::new(None),
         }
     }
@@ -33,18 +37,42 @@ impl SimComm {
         self
     }
 
+    /// Notes collectives on the tape of a device ([`zrt_kernels::sim::SimDevice::link`]) instead of as host tasks.
+    pub fn on(mut self, link: SimLink) -> SimComm {
+        self.link = Some(link);
+        self
+    }
+
     /// Whether [`Communicator::share_pages`] returns a buffer (of simulated addresses) or `None`.
     pub fn with_shared_pages(mut self, yes: bool) -> SimComm {
         self.shared_pages = yes;
         self
     }
 
-    fn enqueue(&self, call: Call, reads: Vec<View>, writes: Vec<ViewMut>, s: &dyn Stream) -> Result<()> {
+    fn enqueue(&self, call: Call, reads: &[&View], writes: &[&ViewMut], s: &dyn Stream) -> Result<()> {
         if let Health::Lost(error) = self.health() {
             return Err(error);
         }
         self.counters.add(&call, self.check.ranks);
+        if let Some(link) = &self.link {
+            link.collective(kind(call.op), call.dtype, call.bytes(), &call.tag, s);
+            return Ok(());
+        }
+        let reads = reads.iter().map(|&v| v.clone()).collect();
+        let writes = writes.iter().map(|&v| v.clone()).collect();
         Ok(s.host(HostTask { name: call.task_name().into(), reads, writes, run: Box::new(|| Ok(())) })?)
+    }
+}
+
+/// The simulated device's name of a collective.
+fn kind(op: Op) -> Kind {
+    match op {
+        Op::AllGather => Kind::AllGather,
+        Op::ReduceScatter => Kind::ReduceScatter,
+        Op::AllReduce => Kind::AllReduce,
+        Op::AllToAll => Kind::AllToAll,
+        Op::Broadcast => Kind::Broadcast,
+        Op::Barrier | Op::SharePages => Kind::Barrier,
     }
 }
 
@@ -69,22 +97,22 @@ impl Communicator for SimComm {
         self.check.ranks
     }
     fn all_gather(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.all_gather(dst, src, tag)?, vec![src.clone()], vec![dst.clone()], s)
+        self.enqueue(self.check.all_gather(dst, src, tag)?, &[src], &[dst], s)
     }
     fn reduce_scatter(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.reduce_scatter(dst, src, tag)?, vec![src.clone()], vec![dst.clone()], s)
+        self.enqueue(self.check.reduce_scatter(dst, src, tag)?, &[src], &[dst], s)
     }
     fn all_reduce(&self, data: &ViewMut, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.all_reduce(data, tag)?, vec![data.view()], vec![data.clone()], s)
+        self.enqueue(self.check.all_reduce(data, tag)?, &[data], &[data], s)
     }
     fn all_to_all(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.all_to_all(dst, src, tag)?, vec![src.clone()], vec![dst.clone()], s)
+        self.enqueue(self.check.all_to_all(dst, src, tag)?, &[src], &[dst], s)
     }
     fn broadcast(&self, data: &ViewMut, root: usize, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.broadcast(data, root, tag)?, vec![data.view()], vec![data.clone()], s)
+        self.enqueue(self.check.broadcast(data, root, tag)?, &[data], &[data], s)
     }
     fn barrier(&self, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.barrier(tag), Vec::new(), Vec::new(), s)
+        self.enqueue(self.check.barrier(tag), &[], &[], s)
     }
     fn share_pages(&self, name: &str, bytes: usize) -> Result<Option<Buffer>> {
         Ok(self.shared_pages.then(|| Buffer::from_mapping(name, Place::Device, Box::new(NullMapping(bytes)))))

@@ -75,6 +75,10 @@ pub type HostSource = Box<dyn FnOnce(&mut [u8]) -> std::result::Result<(), Strin
 pub trait Stream: Send + Sync {
     /// The name it was made with.
     fn name(&self) -> &str;
+    /// Number of this queue on a device that keeps one timeline of all its queues (the simulated one); else 0.
+    fn index(&self) -> usize {
+        0
+    }
     /// Records the point after all work enqueued so far.
     fn record(&self, event: &Arc<dyn Event>) -> Result<()>;
     /// Makes later work of this stream wait for the event's latest record.

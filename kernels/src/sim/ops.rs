@@ -2,6 +2,7 @@
 //! to the counters. `N` tokens, `C` hidden, `I` inputs, `O` outputs, `R` LoRA rank, `V` vocabulary.
 
 use super::Counters;
+use super::work::{Kind, Work, forms};
 use crate::ops::OpShape;
 use crate::{AdamW, Attention, Dropout, LoraBackward, LoraForward, Ops, Result, Stream, View, ViewMut, Weight, Write, checks};
 use std::sync::Arc;
@@ -18,6 +19,10 @@ pub struct SimOps {
 impl SimOps {
     pub(crate) fn new(sizes: Box<Sizes>, counters: Arc<Counters>) -> SimOps {
         SimOps { sizes, counters }
+    }
+
+    fn op(&self, work: Work, s: &dyn Stream) {
+        self.counters.work(s.index(), work, "");
     }
 }
 
@@ -66,9 +71,9 @@ impl Ops for SimOps {
         (self.sizes)(shape)
     }
 
-    fn embedding(&self, y: &ViewMut, table: &View, ids: &View, hidden: usize, _s: &dyn Stream) -> Result<()> {
+    fn embedding(&self, y: &ViewMut, table: &View, ids: &View, hidden: usize, s: &dyn Stream) -> Result<()> {
         checks::embedding(y, table, ids, hidden)?;
-        self.counters.op("embedding", 0, 2 * y.bytes() + ids.bytes());
+        self.op(Work::moving(Kind::Embedding, y, 0, 2 * y.bytes() + ids.bytes()), s);
         Ok(())
     }
 
@@ -80,14 +85,14 @@ impl Ops for SimOps {
         ids: &View,
         hidden: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let vocab = dtable.elems().checked_div(hidden).unwrap_or(0);
         let needed = self.workspace_bytes(OpShape::EmbeddingBackward { tokens: ids.elems(), hidden, vocab });
         checks::embedding_backward(dtable, dy, ids, hidden, workspace, needed)?;
         let cleared = if write == Write::Set { dtable.bytes() } else { 0 };
         // Rows are read and written where they are hit: f32, one for each token.
-        self.counters.op("embedding_backward", each(1, dy.elems()), cleared + 8 * dy.elems() + bytes(&[dy, ids]));
+        self.op(Work::moving(Kind::EmbeddingBackward, dtable, each(1, dy.elems()), cleared + 8 * dy.elems() + bytes(&[dy, ids])), s);
         Ok(())
     }
 
@@ -100,10 +105,10 @@ impl Ops for SimOps {
         eps: f32,
         rows: usize,
         cols: usize,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         checks::rmsnorm(y, rstd, x, weight, eps, rows, cols)?;
-        self.counters.op("rmsnorm", each(4, x.elems()), bytes(&[y, rstd, x, weight]));
+        self.op(Work::moving(Kind::RmsNorm, y, each(4, x.elems()), bytes(&[y, rstd, x, weight])), s);
         Ok(())
     }
 
@@ -118,13 +123,13 @@ impl Ops for SimOps {
         rows: usize,
         cols: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::RmsNormBackward { rows, cols });
         checks::rmsnorm_backward(dx, dweight, dy, x, rstd, weight, rows, cols, workspace, needed)?;
         let per_elem = 8 * u64::from(dx.is_some()) + 3 * u64::from(dweight.is_some());
         let moved = grad(dx) + grad(dweight) + bytes(&[dy, x, rstd, weight]);
-        self.counters.op("rmsnorm_backward", each(per_elem, x.elems()), moved);
+        self.op(Work::moving(Kind::RmsNormBackward, dy, each(per_elem, x.elems()), moved), s);
         Ok(())
     }
 
@@ -138,11 +143,12 @@ impl Ops for SimOps {
         tokens: usize,
         inputs: usize,
         outputs: usize,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         checks::linear(y, x, w, bias, tokens, inputs, outputs)?;
         let moved = out(y, write) + bytes(&[x, &w.view]) + bias.map_or(0, View::bytes);
-        self.counters.op("linear", matmul(tokens, outputs, inputs), moved);
+        let work = Work::moving(Kind::Linear, x, matmul(tokens, outputs, inputs), moved);
+        self.op(work.products(forms::FORWARD, [tokens, outputs, inputs]), s);
         Ok(())
     }
 
@@ -158,7 +164,7 @@ impl Ops for SimOps {
         inputs: usize,
         outputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::LinearBackward { tokens, inputs, outputs });
         checks::linear_backward(dx, dw, dbias, dy, x, w, tokens, inputs, outputs, workspace, needed)?;
@@ -166,7 +172,9 @@ impl Ops for SimOps {
         let flops = products * matmul(tokens, outputs, inputs) + dbias.map_or(0, |_| each(1, dy.elems()));
         let weight = dx.map_or(0, |_| w.view.bytes());
         let input = dw.and(x).map_or(0, View::bytes);
-        self.counters.op("linear_backward", flops, grad(dx) + grad(dw) + grad(dbias) + dy.bytes() + weight + input);
+        let moved = grad(dx) + grad(dw) + grad(dbias) + dy.bytes() + weight + input;
+        let which = if dx.is_some() { forms::DX } else { 0 } | if dw.is_some() { forms::DW } else { 0 };
+        self.op(Work::moving(Kind::LinearBackward, dy, flops, moved).products(which, [tokens, outputs, inputs]), s);
         Ok(())
     }
 
@@ -178,13 +186,14 @@ impl Ops for SimOps {
         tokens: usize,
         inputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(lora_shape(tokens, inputs, adapters.iter().map(|a| (a.outputs, a.rank))));
         checks::lora(adapters, x, dropout, tokens, inputs, workspace, needed)?;
         let flops = adapters.iter().map(|a| matmul(tokens, a.rank, inputs) + matmul(tokens, a.outputs, a.rank)).sum();
         let moved: usize = adapters.iter().map(|a| out(&a.y, Write::Add) + bytes(&[&a.t, &a.a, &a.b])).sum();
-        self.counters.op("lora", flops, moved + x.bytes());
+        let outputs = adapters.iter().map(|a| a.outputs).sum();
+        self.op(Work::moving(Kind::Lora, x, flops, moved + x.bytes()).products(forms::FORWARD, [tokens, outputs, inputs]), s);
         Ok(())
     }
 
@@ -197,7 +206,7 @@ impl Ops for SimOps {
         tokens: usize,
         inputs: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(lora_shape(tokens, inputs, adapters.iter().map(|a| (a.outputs, a.rank))));
         checks::lora_backward(dx, adapters, x, dropout, tokens, inputs, workspace, needed)?;
@@ -206,21 +215,22 @@ impl Ops for SimOps {
         let flops = adapters.iter().map(|a| 2 * matmul(tokens, a.outputs, a.rank) + over_inputs * matmul(tokens, a.rank, inputs)).sum();
         let per = |a: &LoraBackward| out(&a.da, a.write) + out(&a.db, a.write) + bytes(&[&a.dy, &a.t, &a.a, &a.b]);
         let moved = adapters.iter().map(per).sum::<usize>() + x.bytes() + dx.map_or(0, |v| out(v, Write::Add));
-        self.counters.op("lora_backward", flops, moved);
+        let outputs = adapters.iter().map(|a| a.outputs).sum();
+        self.op(Work::moving(Kind::LoraBackward, x, flops, moved).products(forms::DX, [tokens, outputs, inputs]), s);
         Ok(())
     }
 
-    fn rope(&self, x: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, _s: &dyn Stream) -> Result<()> {
+    fn rope(&self, x: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, s: &dyn Stream) -> Result<()> {
         checks::rope(x, table, positions, heads, head_dim)?;
         let rows = positions.elems() * head_dim * 4;
-        self.counters.op("rope", each(3, x.elems()), 2 * x.bytes() + rows + positions.bytes());
+        self.op(Work::moving(Kind::Rope, x, each(3, x.elems()), 2 * x.bytes() + rows + positions.bytes()), s);
         Ok(())
     }
 
-    fn rope_backward(&self, dx: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, _s: &dyn Stream) -> Result<()> {
+    fn rope_backward(&self, dx: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, s: &dyn Stream) -> Result<()> {
         checks::rope_backward(dx, table, positions, heads, head_dim)?;
         let rows = positions.elems() * head_dim * 4;
-        self.counters.op("rope_backward", each(3, dx.elems()), 2 * dx.bytes() + rows + positions.bytes());
+        self.op(Work::moving(Kind::RopeBackward, dx, each(3, dx.elems()), 2 * dx.bytes() + rows + positions.bytes()), s);
         Ok(())
     }
 
@@ -236,13 +246,17 @@ impl Ops for SimOps {
         tokens: usize,
         shape: Attention,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::Attention { tokens, shape });
         checks::attention(o, lse, q, k, v, cu_seqlens, documents, tokens, shape, workspace, needed)?;
         // Scores and their product with v: two products of `D` a pair.
         let flops = 4 * (shape.heads * shape.head_dim) as u64 * pairs(tokens, documents, shape.window);
-        self.counters.op("attention", flops, bytes(&[o, lse, q, k, v]));
+        let width = shape.heads * shape.head_dim;
+        self.op(
+            Work::moving(Kind::Attention, o, flops, bytes(&[o, lse, q, k, v])).products(0, [tokens, width, tokens / documents.max(1)]),
+            s,
+        );
         Ok(())
     }
 
@@ -262,25 +276,26 @@ impl Ops for SimOps {
         tokens: usize,
         shape: Attention,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::Attention { tokens, shape });
         checks::attention_backward(dq, dk, dv, dout, q, k, v, o, lse, cu_seqlens, documents, tokens, shape, workspace, needed)?;
         // Scores again, dv, dp, dq, dk: five products of `D` a pair.
         let flops = 10 * (shape.heads * shape.head_dim) as u64 * pairs(tokens, documents, shape.window);
-        self.counters.op("attention_backward", flops, bytes(&[dq, dk, dv, dout, q, k, v, o, lse]));
+        let (width, moved) = (shape.heads * shape.head_dim, bytes(&[dq, dk, dv, dout, q, k, v, o, lse]));
+        self.op(Work::moving(Kind::AttentionBackward, dq, flops, moved).products(0, [tokens, width, tokens / documents.max(1)]), s);
         Ok(())
     }
 
-    fn swiglu(&self, h: &ViewMut, gate: &View, up: &View, _s: &dyn Stream) -> Result<()> {
+    fn swiglu(&self, h: &ViewMut, gate: &View, up: &View, s: &dyn Stream) -> Result<()> {
         checks::swiglu(h, gate, up)?;
-        self.counters.op("swiglu", each(5, h.elems()), bytes(&[h, gate, up]));
+        self.op(Work::moving(Kind::Swiglu, h, each(5, h.elems()), bytes(&[h, gate, up])), s);
         Ok(())
     }
 
-    fn swiglu_backward(&self, dgate: &ViewMut, dup: &ViewMut, dh: &View, gate: &View, up: &View, _s: &dyn Stream) -> Result<()> {
+    fn swiglu_backward(&self, dgate: &ViewMut, dup: &ViewMut, dh: &View, gate: &View, up: &View, s: &dyn Stream) -> Result<()> {
         checks::swiglu_backward(dgate, dup, dh, gate, up)?;
-        self.counters.op("swiglu_backward", each(11, dh.elems()), bytes(&[dgate, dup, dh, gate, up]));
+        self.op(Work::moving(Kind::SwigluBackward, dgate, each(11, dh.elems()), bytes(&[dgate, dup, dh, gate, up])), s);
         Ok(())
     }
 
@@ -297,56 +312,58 @@ impl Ops for SimOps {
         hidden: usize,
         vocab: usize,
         workspace: &ViewMut,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::LinearCrossEntropy { tokens, hidden, vocab });
         checks::linear_cross_entropy(loss, dx, dw, x, w, labels, tokens, hidden, vocab, workspace, needed)?;
         let products = 1 + u64::from(dx.is_some()) + u64::from(dw.is_some());
         let moved = bytes(&[loss, x, &w.view, labels]) + dx.map_or(0, |v| v.bytes()) + grad(dw);
-        self.counters.op("linear_cross_entropy", products * matmul(tokens, vocab, hidden), moved);
+        let which = forms::FORWARD | if dx.is_some() { forms::DX } else { 0 } | if dw.is_some() { forms::DW } else { 0 };
+        let work = Work::moving(Kind::LinearCrossEntropy, x, products * matmul(tokens, vocab, hidden), moved);
+        self.op(work.products(which, [tokens, vocab, hidden]), s);
         Ok(())
     }
 
-    fn sum(&self, out: &ViewMut, x: &View, _s: &dyn Stream) -> Result<()> {
+    fn sum(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
         checks::sum(out, x)?;
-        self.counters.op("sum", each(1, x.elems()), bytes(&[out, x]));
+        self.op(Work::moving(Kind::Sum, x, each(1, x.elems()), bytes(&[out, x])), s);
         Ok(())
     }
 
-    fn add(&self, out: &ViewMut, a: &View, b: &View, _s: &dyn Stream) -> Result<()> {
+    fn add(&self, out: &ViewMut, a: &View, b: &View, s: &dyn Stream) -> Result<()> {
         checks::add(out, a, b)?;
-        self.counters.op("add", each(1, out.elems()), bytes(&[out, a, b]));
+        self.op(Work::between(Kind::Add, out, each(1, out.elems()), bytes(&[out, a, b]), b, b.bytes()), s);
         Ok(())
     }
 
-    fn add_into(&self, y: &ViewMut, x: &View, _s: &dyn Stream) -> Result<()> {
+    fn add_into(&self, y: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
         checks::add_into(y, x)?;
-        self.counters.op("add_into", each(1, y.elems()), 2 * y.bytes() + x.bytes());
+        self.op(Work::moving(Kind::AddInto, y, each(1, y.elems()), 2 * y.bytes() + x.bytes()), s);
         Ok(())
     }
 
-    fn scale(&self, x: &ViewMut, _factor: f32, _s: &dyn Stream) -> Result<()> {
+    fn scale(&self, x: &ViewMut, _factor: f32, s: &dyn Stream) -> Result<()> {
         checks::scale(x)?;
-        self.counters.op("scale", each(1, x.elems()), 2 * x.bytes());
+        self.op(Work::moving(Kind::Scale, x, each(1, x.elems()), 2 * x.bytes()), s);
         Ok(())
     }
 
-    fn cast(&self, dst: &ViewMut, src: &View, _s: &dyn Stream) -> Result<()> {
+    fn cast(&self, dst: &ViewMut, src: &View, s: &dyn Stream) -> Result<()> {
         checks::cast(dst, src)?;
-        self.counters.op("cast", 0, bytes(&[dst, src]));
+        self.op(Work::between(Kind::Cast, src, 0, bytes(&[dst, src]), dst, dst.bytes()), s);
         Ok(())
     }
 
-    fn count_nonfinite(&self, out: &ViewMut, x: &View, _s: &dyn Stream) -> Result<()> {
+    fn count_nonfinite(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
         checks::count_nonfinite(out, x)?;
-        self.counters.op("count_nonfinite", 0, bytes(&[out, x]));
+        self.op(Work::moving(Kind::CountNonfinite, x, 0, bytes(&[out, x])), s);
         Ok(())
     }
 
-    fn sum_squares(&self, nodes: &ViewMut, x: &View, first_chunk: usize, workspace: &ViewMut, _s: &dyn Stream) -> Result<()> {
+    fn sum_squares(&self, nodes: &ViewMut, x: &View, first_chunk: usize, workspace: &ViewMut, s: &dyn Stream) -> Result<()> {
         let needed = self.workspace_bytes(OpShape::SumSquares { elems: x.elems() });
         checks::sum_squares(nodes, x, first_chunk, workspace, needed)?;
-        self.counters.op("sum_squares", each(2, x.elems()), bytes(&[nodes, x]));
+        self.op(Work::between(Kind::SumSquares, x, each(2, x.elems()), bytes(&[nodes, x]), nodes, nodes.bytes()), s);
         Ok(())
     }
 
@@ -359,10 +376,10 @@ impl Ops for SimOps {
         ranks: usize,
         segments: usize,
         max_norm: Option<f32>,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         checks::clip_scale(norm, scale, nodes, ranges, ranks, segments, max_norm)?;
-        self.counters.op("clip_scale", each(1, nodes.elems()), bytes(&[norm, scale, nodes]));
+        self.op(Work::moving(Kind::ClipScale, nodes, each(1, nodes.elems()), bytes(&[norm, scale, nodes])), s);
         Ok(())
     }
 
@@ -375,11 +392,11 @@ impl Ops for SimOps {
         g: &View,
         scale: &View,
         hp: AdamW,
-        _s: &dyn Stream,
+        s: &dyn Stream,
     ) -> Result<()> {
         checks::adamw(param, m, v, copy_out, g, scale, hp)?;
         let moved = 2 * bytes(&[param, m, v]) + bytes(&[g, scale]) + copy_out.map_or(0, |c| c.bytes());
-        self.counters.op("adamw", each(16, param.elems()), moved);
+        self.counters.work(s.index(), Work::moving(Kind::AdamW, param, each(16, param.elems()), moved), param.name());
         Ok(())
     }
 }
