@@ -123,7 +123,7 @@ lr = -1.0
         "train.toml:13:1: training.micro_batch_group = 3: expected a power of two",
         "train.toml:15:1: optimizer.lr = -1 must be a finite number above 0",
         "--set nothing: no '='",
-        "--set zero.stage=7: zero.stage = 7: expected 0, 1, 2 or 3",
+        "--set zero.stage=7: zero.stage = 7: expected 0, 1, 2, 3 or \"auto\"",
     ];
     for part in expected {
         assert!(text.contains(part), "{part:?} not in\n{text}");
@@ -160,8 +160,12 @@ fn unknown_keys_and_sections() {
 #[test]
 fn wrong_types() {
     says(&["training.steps=many"], &["training.steps = \"many\": invalid type", "u64"]);
-    says(&["zero.stage=auto"], &["zero.stage = \"auto\": expected 0, 1, 2 or 3"]);
-    says(&["training.micro_batch_group=some"], &["\"some\": expected a power of two (1, 2, 4, ...) or \"all\""]);
+    says(&["zero.stage=three"], &["zero.stage = \"three\": expected 0, 1, 2, 3 or \"auto\""]);
+    says(
+        &["training.micro_batch_size=auto", "training.global_batch_size="],
+        &["training.micro_batch_size = \"auto\" needs training.global_batch_size"],
+    );
+    says(&["training.micro_batch_group=some"], &["\"some\": expected a power of two (1, 2, 4, ...), \"all\" or \"auto\""]);
     says(&["zero.offload_param=disk"], &["expected \"none\", \"cpu\", or a table"]);
     says(&["precision.compute=fp8"], &["unknown variant `fp8`, expected", "bf16"]);
     says(&["lora=3"], &["lora is of type integer: write [lora], a section"]);

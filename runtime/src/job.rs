@@ -93,7 +93,7 @@ impl Job {
         };
         let spec = ScheduleSpec {
             seq_len: t.seq_len,
-            micro_batch_size: t.micro_batch_size,
+            micro_batch_size: batch.micro_batch_size,
             global_batch_size: batch.global_batch_size,
             packing: config.data.packing,
             shuffle: config.data.shuffle,
@@ -109,7 +109,7 @@ impl Job {
             None
         } else {
             let set = prepare(&config.eval_dataset)?;
-            Some(Schedule::evaluation(set, t.seq_len, t.micro_batch_size, config.data.packing).map_err(input)?)
+            Some(Schedule::evaluation(set, t.seq_len, batch.micro_batch_size, config.data.packing).map_err(input)?)
         };
         let adapter = match &config.lora {
             Some(lora) if lora.adapter_path.is_some() => {
@@ -137,7 +137,7 @@ impl Job {
         let mut keys = serde_json::json!({
             "training.seed": t.seed,
             "training.seq_len": t.seq_len,
-            "training.micro_batch_size": t.micro_batch_size,
+            "training.micro_batch_size": self.batch.micro_batch_size,
             "training.global_batch_size": self.batch.global_batch_size,
             "data.packing": self.config.data.packing,
             "data.shuffle": self.config.data.shuffle,
@@ -159,32 +159,43 @@ impl Job {
 }
 
 /// How `config` runs on `batch.ranks` ranks.
-pub fn engine_options(config: &Config, batch: &Resolved) -> EngineOptions {
-    let t = &config.training;
+///
+/// # Errors
+/// A key is `"auto"` still: [`crate::auto::choose`] comes before.
+pub fn engine_options(config: &Config, batch: &Resolved) -> Result<EngineOptions> {
+    let (t, z) = (&config.training, &config.zero);
+    let unresolved = |key: &str| Error::Input(crate::config::unresolved(key));
     let compute = match config.precision.compute {
         ComputeType::Bf16 => DType::BF16,
         ComputeType::F32 => DType::F32,
     };
-    EngineOptions {
-        shape: BatchShape { tokens: t.micro_batch_size * t.seq_len, seq_len: t.seq_len, compute },
+    let offloaded = |key: &str, device: OffloadDevice| match device {
+        OffloadDevice::None => Ok(false),
+        OffloadDevice::Cpu => Ok(true),
+        OffloadDevice::Auto => Err(unresolved(key)),
+    };
+    Ok(EngineOptions {
+        shape: BatchShape { tokens: batch.micro_batch_size * t.seq_len, seq_len: t.seq_len, compute },
         micro_batches: batch.micro_batches,
         group: batch.group,
-        stage: config.zero.stage,
-        offload_param: config.zero.offload_param.device == OffloadDevice::Cpu,
-        offload_optimizer: config.zero.offload_optimizer.device == OffloadDevice::Cpu,
+        stage: z.stage.set().ok_or_else(|| unresolved("zero.stage"))?,
+        offload_param: offloaded("zero.offload_param", z.offload_param.device)?,
+        offload_optimizer: offloaded("zero.offload_optimizer", z.offload_optimizer.device)?,
         share_pages: config.comm.share_pages,
-        prefetch_depth: config.zero.prefetch_depth,
-        resident_bytes: match &config.zero.resident_bytes {
+        prefetch_depth: z.prefetch_depth,
+        resident_bytes: match &z.resident_bytes {
             ResidentBytes::Bytes(b) => *b,
+            auto if auto.is_auto() => return Err(unresolved("zero.resident_bytes")),
             ResidentBytes::Named(_) => u64::MAX,
         },
         recompute: match config.activation_checkpoint.mode {
             CheckpointMode::None => 0,
             CheckpointMode::Full => config.activation_checkpoint.layers.unwrap_or(usize::MAX),
+            CheckpointMode::Auto => return Err(unresolved("activation_checkpoint.mode")),
         },
         deterministic: t.deterministic,
         max_grad_norm: (t.max_grad_norm > 0.0).then_some(t.max_grad_norm),
         seed: t.seed,
         poison: config.device.mode == "chaos",
-    }
+    })
 }

@@ -143,7 +143,7 @@ pub struct DryRun {
 pub fn dry_run(config: &Config, ranks: usize) -> Result<DryRun> {
     let batch = config.resolve(ranks).map_err(input)?;
     let part = ModelPart::open(config)?;
-    let options = engine_options(config, &batch);
+    let options = engine_options(config, &batch)?;
     simulate(part.model.clone(), options, ranks, threads(config, ranks))
 }
 

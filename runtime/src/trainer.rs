@@ -163,7 +163,7 @@ fn adamw(job: &Job, lr: f64) -> AdamW {
 /// Engine, weights, and the state of the checkpoint to continue, if there is one.
 fn start<'a>(job: &'a Job, at: Surroundings) -> Result<Run<'a>> {
     let reader = find_checkpoint(job, &at)?;
-    let options = engine_options(&job.config, &job.batch);
+    let options = engine_options(&job.config, &job.batch)?;
     let mut engine = Engine::new(at.device.clone(), at.comm.clone(), job.model.model.clone(), options)?;
     let s = &job.sources;
     let sources =

@@ -91,7 +91,7 @@ pub fn sweep(file: &Path, ranks: usize, steps: u64, set: &[String], axis: Axis, 
         let mut n = ranks;
         let folder;
         match axis {
-            Axis::Tokens => c.training.micro_batch_size = value,
+            Axis::Tokens => c.training.micro_batch_size = zrt::config::Auto::Set(value),
             Axis::Ranks => n = value,
             Axis::Layers => {
                 folder = shortened(&c, value)?;

@@ -29,7 +29,7 @@ impl Config {
     pub fn resolve(&self, ranks: usize) -> Result<Resolved, ConfigErrors> {
         let t = &self.training;
         let fail = |what: String| Err(ConfigErrors { file: Default::default(), problems: vec![Problem { place: Place::Nowhere, what }] });
-        let micro = t.micro_batch_size;
+        let Some(micro) = t.micro_batch_size.set() else { return fail(unresolved("training.micro_batch_size")) };
         if ranks == 0 || micro == 0 {
             return fail(format!("a step needs at least one rank and one sequence: ranks {ranks}, micro_batch_size {micro}"));
         }
@@ -48,11 +48,17 @@ impl Config {
         };
         let all = accumulation.next_power_of_two();
         let group = match &t.micro_batch_group {
+            group if group.is_auto() => return fail(unresolved("training.micro_batch_group")),
             GroupSize::Count(n) => (*n).clamp(1, all),
             GroupSize::Named(_) => all,
         };
         Ok(Resolved { ranks, micro_batch_size: micro, accumulation, micro_batches: accumulation * ranks, global_batch_size, group })
     }
+}
+
+/// What to say of a key that the planner has not chosen yet.
+pub(crate) fn unresolved(key: &str) -> String {
+    format!("{key} = \"auto\" is not chosen yet: zlaunch does it before it starts ranks, a library user by zrt::auto::choose")
 }
 
 fn accumulation_of(global: usize, micro: usize, ranks: usize) -> Result<usize, String> {

@@ -4,6 +4,7 @@
 //! This file declares every key with its unit, effect and default. Unknown keys are errors. `load` reads a file and `--set`
 //! overrides, `validate` finds what contradicts, `batch` does the arithmetic that needs the number of ranks.
 
+mod auto;
 mod batch;
 mod foreign;
 mod load;
@@ -13,7 +14,9 @@ mod schema;
 mod source;
 mod validate;
 
+pub use auto::Auto;
 pub use batch::Resolved;
+pub(crate) use batch::unresolved;
 pub use problem::{ConfigErrors, Place, Problem};
 
 use serde::{Deserialize, Serialize};
@@ -226,16 +229,16 @@ pub struct TrainingConfig {
     pub epochs: Option<f64>,
     /// Tokens of one sequence.
     pub seq_len: usize,
-    /// Sequences of one micro-batch (the unit of computation).
+    /// Sequences of one micro-batch (the unit of computation), or `"auto"`.
     #[serde(default = "one")]
-    pub micro_batch_size: usize,
+    pub micro_batch_size: Auto<usize>,
     /// Sequences of one step over all ranks. At most one of this and `gradient_accumulation_steps`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub global_batch_size: Option<usize>,
     /// Micro-batches of one step on each rank.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gradient_accumulation_steps: Option<usize>,
-    /// Micro-batches that share one gather of each unit: a power of two, or `"all"` of the step.
+    /// Micro-batches that share one gather of each unit: a power of two, `"all"` of the step, or `"auto"`.
     #[serde(default)]
     pub micro_batch_group: GroupSize,
     /// Clip the gradient norm over all weights to this; 0 turns clipping off.
@@ -249,8 +252,8 @@ pub struct TrainingConfig {
 fn default_seed() -> u64 {
     42
 }
-fn one() -> usize {
-    1
+fn one() -> Auto<usize> {
+    Auto::Set(1)
 }
 fn one_f32() -> f32 {
     1.0
@@ -265,8 +268,15 @@ fn ten() -> u64 {
 pub enum GroupSize {
     /// A power of two.
     Count(usize),
-    /// `"all"`.
+    /// `"all"` or `"auto"`.
     Named(String),
+}
+
+impl GroupSize {
+    /// To be chosen.
+    pub fn is_auto(&self) -> bool {
+        matches!(self, GroupSize::Named(name) if name == "auto")
+    }
 }
 
 impl Default for GroupSize {
@@ -368,26 +378,30 @@ pub enum ComputeType {
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[serde(deny_unknown_fields, default)]
 pub struct ZeroConfig {
-    /// 0 nothing is sharded, 1 optimizer state, 2 and gradients, 3 and weights.
-    pub stage: u8,
+    /// 0 nothing is sharded, 1 optimizer state, 2 and gradients, 3 and weights; `"auto"`: the fastest plan that fits.
+    pub stage: Auto<u8>,
     /// Home of weight shards at stage 3.
     pub offload_param: Offload,
     /// Home of optimizer state and of the update.
     pub offload_optimizer: Offload,
     /// Units gathered ahead of the one that computes (stage 3).
     pub prefetch_depth: usize,
-    /// Units kept gathered while memory lasts (stage 3, frozen weights): bytes per rank for the resident set; `"all"` or bytes.
+    /// Units kept gathered while memory lasts (stage 3, frozen weights): bytes per rank for the resident set; `"all"`, `"auto"` or bytes.
     pub resident_bytes: ResidentBytes,
+    /// `"auto"`: bytes of each device's memory that a plan must leave free. Default: 2 GB or 3 %, whichever is more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_margin_bytes: Option<u64>,
 }
 
 impl Default for ZeroConfig {
     fn default() -> Self {
         ZeroConfig {
-            stage: 0,
+            stage: Auto::Set(0),
             offload_param: Offload::default(),
             offload_optimizer: Offload::default(),
             prefetch_depth: 1,
             resident_bytes: ResidentBytes::default(),
+            memory_margin_bytes: None,
         }
     }
 }
@@ -398,8 +412,15 @@ impl Default for ZeroConfig {
 pub enum ResidentBytes {
     /// So many bytes per rank.
     Bytes(u64),
-    /// `"all"`: every frozen unit.
+    /// `"all"`: every frozen unit; `"auto"`: what memory allows.
     Named(String),
+}
+
+impl ResidentBytes {
+    /// To be chosen.
+    pub fn is_auto(&self) -> bool {
+        matches!(self, ResidentBytes::Named(name) if name == "auto")
+    }
 }
 
 impl Default for ResidentBytes {
@@ -408,11 +429,11 @@ impl Default for ResidentBytes {
     }
 }
 
-/// Where something lives. Written as `"none"` / `"cpu"`, or as DeepSpeed does: a table with `device` (and `pin_memory`).
+/// Where something lives. Written as `"none"` / `"cpu"` / `"auto"`, or as DeepSpeed does: a table with `device` (and `pin_memory`).
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[serde(from = "OffloadForm")]
 pub struct Offload {
-    /// `"none"` or `"cpu"`.
+    /// `"none"`, `"cpu"` or `"auto"`.
     pub device: OffloadDevice,
     /// Pin the host memory (no effect on a CPU device).
     pub pin_memory: bool,
@@ -427,6 +448,8 @@ pub enum OffloadDevice {
     None,
     /// In host memory.
     Cpu,
+    /// Where the planner puts it.
+    Auto,
 }
 
 #[derive(Deserialize)]
@@ -461,7 +484,7 @@ impl From<OffloadForm> for Offload {
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[serde(deny_unknown_fields, default)]
 pub struct ActivationCheckpointConfig {
-    /// `"none"` keeps everything, `"full"` keeps block inputs and recomputes.
+    /// `"none"` keeps everything, `"full"` keeps block inputs and recomputes, `"auto"` recomputes as few blocks as memory allows.
     pub mode: CheckpointMode,
     /// Recompute only the first so many blocks (with `mode = "full"`).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -477,6 +500,8 @@ pub enum CheckpointMode {
     None,
     /// Recompute blocks in backward.
     Full,
+    /// Chosen by the planner.
+    Auto,
 }
 
 /// `[checkpoint]`: the run folder and what is saved there.

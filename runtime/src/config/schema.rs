@@ -104,10 +104,11 @@ fn check<T: for<'de> Deserialize<'de>>(table: Table) -> Result<(), String> {
 /// What a key takes, where serde's own message does not say it.
 pub(super) fn takes(path: &str) -> Option<&'static str> {
     Some(match path {
-        "zero.stage" => "0, 1, 2 or 3",
-        "zero.offload_param" | "zero.offload_optimizer" => "\"none\", \"cpu\", or a table with device and pin_memory",
-        "zero.resident_bytes" => "a number of bytes or \"all\"",
-        "training.micro_batch_group" => "a power of two or \"all\"",
+        "zero.stage" => "0, 1, 2, 3 or \"auto\"",
+        "training.micro_batch_size" => "a number of sequences or \"auto\"",
+        "zero.offload_param" | "zero.offload_optimizer" => "\"none\", \"cpu\", \"auto\", or a table with device and pin_memory",
+        "zero.resident_bytes" => "a number of bytes, \"all\" or \"auto\"",
+        "training.micro_batch_group" => "a power of two, \"all\" or \"auto\"",
         "lora.target_modules" => "\"all-linear\" or a list such as [\"q_proj\", \"v_proj\"]",
         "optimizer.betas" => "two numbers such as [0.9, 0.999]",
         _ => return None,

@@ -69,7 +69,8 @@ fn training(c: &Config, f: &mut Findings) {
         format!("training.seed = {} does not fit TOML's integers: at most {}", t.seed, i64::MAX)
     });
     f.when(t.seq_len == 0, &["training.seq_len"], || "training.seq_len = 0: a sequence has at least 1 token, such as 2048".into());
-    f.when(t.micro_batch_size == 0, &["training.micro_batch_size"], || {
+    let micro = t.micro_batch_size.set();
+    f.when(micro == Some(0), &["training.micro_batch_size"], || {
         "training.micro_batch_size = 0: a micro-batch has at least 1 sequence".into()
     });
     let batch = ["training.global_batch_size", "training.gradient_accumulation_steps"];
@@ -82,27 +83,36 @@ fn training(c: &Config, f: &mut Findings) {
     f.when(t.gradient_accumulation_steps == Some(0), &batch[1..], || {
         "training.gradient_accumulation_steps = 0: a step has at least 1 micro-batch per rank".into()
     });
-    if let Some(global) = t.global_batch_size.filter(|g| t.micro_batch_size > 0 && !g.is_multiple_of(t.micro_batch_size)) {
+    if let (Some(global), Some(micro @ 1..)) = (t.global_batch_size, micro)
+        && !global.is_multiple_of(micro)
+    {
         f.when(true, &["training.global_batch_size", "training.micro_batch_size"], || {
             format!(
-                "training.global_batch_size {global} = micro_batch_size {} x {} micro-batches, which is not whole: \
+                "training.global_batch_size {global} = micro_batch_size {micro} x {} micro-batches, which is not whole: \
                  make it a multiple of micro_batch_size x ranks",
-                t.micro_batch_size,
-                super::batch::ratio(global, t.micro_batch_size)
+                super::batch::ratio(global, micro)
             )
         });
     }
     let group_bad = match &t.micro_batch_group {
         GroupSize::Count(n) => !n.is_power_of_two(),
-        GroupSize::Named(name) => name != "all",
+        GroupSize::Named(name) => name != "all" && name != "auto",
     };
     f.when(group_bad, &["training.micro_batch_group"], || {
         let got = match &t.micro_batch_group {
             GroupSize::Count(n) => n.to_string(),
             GroupSize::Named(name) => format!("\"{name}\""),
         };
-        format!("training.micro_batch_group = {got}: expected a power of two (1, 2, 4, ...) or \"all\"")
+        format!("training.micro_batch_group = {got}: expected a power of two (1, 2, 4, ...), \"all\" or \"auto\"")
     });
+    f.when(
+        t.micro_batch_size.is_auto() && t.global_batch_size.is_none(),
+        &["training.micro_batch_size", "training.global_batch_size"],
+        || {
+            "training.micro_batch_size = \"auto\" needs training.global_batch_size: only the cut of a step may be chosen, not the step"
+                .into()
+        },
+    );
     f.when(!(t.max_grad_norm.is_finite() && t.max_grad_norm >= 0.0), &["training.max_grad_norm"], || {
         format!("training.max_grad_norm = {} must be a number, 0 (no clipping) or above", t.max_grad_norm)
     });
@@ -168,12 +178,14 @@ fn lora(c: &Config, f: &mut Findings) {
 
 fn sharding(c: &Config, f: &mut Findings) {
     let z = &c.zero;
-    f.when(z.stage > 3, &["zero.stage"], || format!("zero.stage = {}: expected 0, 1, 2 or 3", z.stage));
-    f.when(z.stage < 3 && z.offload_param.device == OffloadDevice::Cpu, &["zero.offload_param", "zero.stage"], || {
-        format!("zero.offload_param = \"cpu\" needs zero.stage = 3 (it is {}): set stage = 3, or offload_param = \"none\"", z.stage)
-    });
-    f.when(matches!(&z.resident_bytes, ResidentBytes::Named(n) if n != "all"), &["zero.resident_bytes"], || {
-        "zero.resident_bytes: expected a number of bytes or \"all\"".into()
+    f.when(z.stage.set().is_some_and(|s| s > 3), &["zero.stage"], || format!("zero.stage = {}: expected 0, 1, 2, 3 or \"auto\"", z.stage));
+    f.when(
+        z.stage.set().is_some_and(|s| s < 3) && z.offload_param.device == OffloadDevice::Cpu,
+        &["zero.offload_param", "zero.stage"],
+        || format!("zero.offload_param = \"cpu\" needs zero.stage = 3 (it is {}): set stage = 3, or offload_param = \"none\"", z.stage),
+    );
+    f.when(matches!(&z.resident_bytes, ResidentBytes::Named(n) if n != "all" && n != "auto"), &["zero.resident_bytes"], || {
+        "zero.resident_bytes: expected a number of bytes, \"all\" or \"auto\"".into()
     });
     let a = &c.activation_checkpoint;
     f.when(a.layers.is_some() && a.mode != CheckpointMode::Full, &["activation_checkpoint.layers", "activation_checkpoint.mode"], || {

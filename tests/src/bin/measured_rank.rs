@@ -65,7 +65,7 @@ fn load(config: &Config, env: &RankEnv) -> Value {
     let comm: Comm = Arc::new(LocalComm::join(&*store, env.rank, env.world_size, local_options(config)).unwrap());
     let base = job.sources.base.clone().unwrap();
     let source: Arc<dyn WeightSource> = Arc::new(job.sources);
-    let mut engine = Engine::new(device, comm, job.model.model.clone(), engine_options(config, &job.batch)).unwrap();
+    let mut engine = Engine::new(device, comm, job.model.model.clone(), engine_options(config, &job.batch).unwrap()).unwrap();
     let before = base.bytes_read();
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     engine.load(&source).unwrap();
