@@ -236,9 +236,58 @@ impl ShardPlan {
 
     /// A digest of names, shapes, types and cuts; ranks compare it at start.
     pub fn digest(&self) -> u64 {
-        let text = format!("{:?}", (&self.units, &self.segments, self.ranks));
-        let key = zrt_kernels::philox::key_of(0, &text);
-        u64::from(key[0]) | u64::from(key[1]) << 32
+        let mut d = Digest::default();
+        d.number(self.ranks);
+        for p in self.units.iter().flat_map(|u| &u.params) {
+            d.text(&p.name);
+            p.shape.iter().for_each(|&n| d.number(n));
+            d.number(p.kind as usize + 2 * usize::from(p.trainable));
+            let (kind, value) = match p.init {
+                Init::Normal(x) => (0, x),
+                Init::Uniform(x) => (1, x),
+                Init::Zeros => (2, 0.0),
+                Init::Ones => (3, 0.0),
+            };
+            d.number(kind);
+            d.number(value.to_bits() as usize);
+        }
+        for s in &self.segments {
+            for n in [s.unit, s.dtype as usize, usize::from(s.trainable), s.category as usize, s.elems, s.padded, s.shard] {
+                d.number(n);
+            }
+            s.slices.iter().for_each(|x| [x.param, x.start, x.elems].iter().for_each(|&n| d.number(n)));
+        }
+        d.0
+    }
+}
+
+/// A digest of numbers and names in order (FNV-1a over words of 64 bits): what ranks compare. Cheap enough to make for every plan
+/// that is only looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Digest(pub u64);
+
+impl Default for Digest {
+    fn default() -> Digest {
+        Digest(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Digest {
+    /// Adds a number.
+    pub fn number(&mut self, n: usize) {
+        // The shift brings high bits down, which multiplication alone never does.
+        let mixed = (self.0 ^ n as u64).wrapping_mul(0x0000_0100_0000_01B3);
+        self.0 = mixed ^ mixed >> 32;
+    }
+
+    /// Adds a text and its length.
+    pub fn text(&mut self, text: &str) {
+        self.number(text.len());
+        for chunk in text.as_bytes().chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.number(u64::from_le_bytes(word) as usize);
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::grads::{GradOptions, GradStore};
 use crate::model::{Batch, BatchShape, Cx, Grads, Model, Params, Pass, VisitSpec};
 use crate::optim::Optimizer;
-use crate::plan::ShardPlan;
+use crate::plan::{Digest, ShardPlan};
 use crate::store::{OpenUnit, ParamStore, StoreOptions, Streams, WeightSource};
 use memory::{VisitMemory, check_visits, plan_memory};
 use std::sync::Arc;
@@ -251,12 +251,19 @@ impl Engine {
 
     /// All ranks must have planned the same: the sum of the digests' parts over ranks must be ranks times our own.
     fn compare_plans(&self) -> Result<()> {
-        let mut text = self.plan.digest();
-        for field in [format!("{:?}", self.options), format!("{:?}", self.visits)] {
-            let key = zrt_kernels::philox::key_of(text, &field);
-            text = u64::from(key[0]) | u64::from(key[1]) << 32;
+        let mut d = Digest(self.plan.digest());
+        d.text(&format!("{:?}", self.options));
+        for v in &self.visits {
+            d.text(&v.name);
+            v.units.iter().chain([&v.input, &v.output, &v.workspace_bytes]).for_each(|&n| d.number(n));
+            d.number(usize::from(v.in_place) + 2 * usize::from(v.recompute));
+            for t in v.acts.iter().chain(&v.scratch) {
+                d.text(t.name);
+                d.number(t.elems);
+                d.number(t.dtype as usize);
+            }
         }
-        self.comm.barrier(&format!("plan {text:016x}"), &*self.streams.comm)?;
+        self.comm.barrier(&format!("plan {:016x}", d.0), &*self.streams.comm)?;
         self.sync()
     }
 

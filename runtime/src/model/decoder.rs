@@ -33,6 +33,8 @@ pub struct Decoder {
     head: (usize, usize),
     head_units: Vec<usize>,
     trained_base: bool,
+    /// The rotary table, made once: planning builds many engines on one model.
+    rope: std::sync::OnceLock<Vec<f32>>,
 }
 
 impl Decoder {
@@ -138,7 +140,7 @@ impl Decoder {
             ("head", (0, matrix), vec![units.len()])
         };
         units.push(UnitSpec { name: name.into(), params: last.0 });
-        Ok(Decoder { arch, seq_len, units, blocks, head, head_units, trained_base })
+        Ok(Decoder { arch, seq_len, units, blocks, head, head_units, trained_base, rope: Default::default() })
     }
 
     /// The configuration it was built from.
@@ -185,7 +187,7 @@ impl Model for Decoder {
     }
 
     fn tables(&self) -> Vec<Vec<f32>> {
-        vec![rope_table(&self.arch, self.seq_len)]
+        vec![self.rope.get_or_init(|| rope_table(&self.arch, self.seq_len)).clone()]
     }
 
     fn forward(
