@@ -1,6 +1,7 @@
 //! `zrt`: sharded training of large language models.
 #![forbid(unsafe_code)]
 
+pub mod auto;
 pub mod checkpoint;
 pub mod config;
 pub mod cores;
