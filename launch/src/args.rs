@@ -16,6 +16,7 @@ use std::path::PathBuf;
     after_help = "Examples:\n  zlaunch -n 2 train.toml --set zero.stage=3 --set training.steps=20\n  \
                   zlaunch -n 2 --dry-run train.toml\n  zlaunch -n 4 -- ./my_trainer --its --args\n  \
                   zlaunch merge out --out merged\n  zlaunch data show train.toml\n  \
+                  zlaunch plan examples/train70b.toml --machine 2xMI300X\n  \
                   zlaunch bench step -n 2 train.toml\n\n\
                   Ctrl-C ends the run after the current step, with a checkpoint; a second one at once.\n\
                   Exit code: 0 done, 2 wrong input, else that of the rank that failed (128 + signal)."
@@ -80,6 +81,8 @@ pub enum Action {
         #[command(subcommand)]
         action: ConfigAction,
     },
+    /// Predict memory, time and money on a machine that need not be here; no weights needed
+    Plan(crate::plan::PlanArgs),
     /// Measure this machine: products, optimizer, loading, whole steps, each beside its limit
     Bench(crate::bench::BenchArgs),
     #[command(hide = true)]

@@ -38,7 +38,10 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
     if args.logs.is_some() {
         return Err(Fault::user("--logs is for programs (zlaunch -n 2 --logs DIR -- program); a training run logs in checkpoint.folder"));
     }
-    let mut config = Config::load(file, &args.set)?;
+    let (mut config, chosen) = crate::choose::for_start(Config::load(file, &args.set)?, ranks)?;
+    if let Some(chosen) = &chosen {
+        eprintln!("{chosen}");
+    }
     let batch = config.resolve(ranks).map_err(|mut e| {
         e.file = file.to_path_buf();
         e

@@ -6,12 +6,14 @@
 
 mod args;
 mod bench;
+mod choose;
 mod dry;
 mod fault;
 mod folder;
 mod job;
 mod last_words;
 mod oom;
+mod plan;
 mod proc;
 mod rank;
 mod screen;
@@ -57,6 +59,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
             work::data_show(&config, rows, std::io::stdout().is_terminal()).and_then(print)
         }
         Some(Action::Config { action: ConfigAction::Show { file, set } }) => print(Config::load(&file, &set)?.to_toml()?),
+        Some(Action::Plan(what)) => plan::run(&what).and_then(print),
         Some(Action::Bench(what)) => bench::run(what),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),

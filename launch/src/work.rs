@@ -155,6 +155,7 @@ pub fn data_show(config: &Config, rows: usize, color: bool) -> Result<String, Fa
     // Data can be looked at before there are weights.
     let mut config = config.clone();
     config.model.init = ModelInit::Random;
+    let (config, _) = crate::choose::for_start(config, 1)?;
     let job = Job::open(&config, 1, true)?;
     // Data that is tokenized already needs no tokenizer; ids are shown then.
     let tokenizer = Tokenizer::load(&job.model.folder, config.data.chat_template.as_deref()).ok();

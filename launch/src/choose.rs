@@ -1,0 +1,59 @@
+//! What the planner decides for a command: machine, configuration without `"auto"`, and what to say about it.
+
+use crate::fault::Fault;
+use std::path::Path;
+use zrt::auto::{self, Choice};
+use zrt::config::Config;
+use zrt::cost::{Catalogue, Cluster, Predictor};
+
+/// The machine that a command plans for: `spec` (on so many `hosts`), or this host with one rank for each of `ranks`.
+pub fn cluster(catalogue: &Catalogue, spec: Option<&str>, hosts: Option<usize>, ranks: usize) -> Result<Cluster, Fault> {
+    let cluster = match spec {
+        Some(spec) => catalogue.cluster(spec)?,
+        None => Cluster::this_host(catalogue, ranks)?,
+    };
+    Ok(match hosts {
+        Some(hosts) => cluster.with_hosts(hosts)?,
+        None => cluster,
+    })
+}
+
+/// The catalogue with the user's folder.
+pub fn catalogue(folder: Option<&Path>) -> Result<Catalogue, Fault> {
+    Ok(Catalogue::load(folder)?)
+}
+
+/// For a start on this host: `config` with every `"auto"` chosen, and lines that say what and why. Without `"auto"` it is returned as it is.
+pub fn for_start(config: Config, ranks: usize) -> Result<(Config, Option<String>), Fault> {
+    let open = auto::open_keys(&config);
+    if open.is_empty() {
+        return Ok((config, None));
+    }
+    let catalogue = catalogue(None)?;
+    let cluster = cluster(&catalogue, None, None, ranks)?;
+    let choice = auto::choose(&Predictor::default(), &catalogue, &config, &cluster)?;
+    let text = reason(&choice, &open);
+    Ok((choice.config, Some(text)))
+}
+
+/// The plan and those it was preferred to.
+pub fn reason(choice: &Choice, open: &[&str]) -> String {
+    let best = &choice.best;
+    let mut out = format!(
+        "chosen ({} \"auto\"): {}: {:.3} s a step expected, the fastest of {} plans that fit ({} do not)",
+        open.join(", "),
+        best.shape.line(),
+        best.secs.expected,
+        choice.timed,
+        choice.too_large
+    );
+    for other in choice.runners_up.iter().take(4) {
+        out += &format!(
+            "\n  instead of {}: {:.3} s ({:+.0} %)",
+            other.shape.line(),
+            other.secs.expected,
+            100.0 * (other.secs.expected / best.secs.expected - 1.0)
+        );
+    }
+    out
+}
