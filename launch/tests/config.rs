@@ -166,7 +166,7 @@ fn wrong_types() {
         &["training.micro_batch_size = \"auto\" needs training.global_batch_size"],
     );
     says(&["training.micro_batch_group=some"], &["\"some\": expected a power of two (1, 2, 4, ...), \"all\" or \"auto\""]);
-    says(&["zero.offload_param=disk"], &["expected \"none\", \"cpu\", or a table"]);
+    says(&["zero.offload_param=disk"], &["expected \"none\", \"cpu\", \"auto\", or a table"]);
     says(&["precision.compute=fp8"], &["unknown variant `fp8`, expected", "bf16"]);
     says(&["lora=3"], &["lora is of type integer: write [lora], a section"]);
     says(&["training.steps.x=3"], &["steps is of type integer, it has no key 'x'"]);
