@@ -154,6 +154,11 @@ macro_rules! sixteen_lanes {
             unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(a))) }
         }
         #[inline(always)]
+        fn scale2(self, a: __m512, n: __m512) -> __m512 {
+            // SAFETY: `self` proves AVX-512.
+            unsafe { _mm512_scalef_ps(a, n) }
+        }
+        #[inline(always)]
         fn reduce_add(self, a: __m512) -> f32 {
             let mut v = [0.0f32; 16];
             // SAFETY: `self` proves AVX-512; sixteen lanes fit.
@@ -210,5 +215,23 @@ sixteen_lanes!(Avx512Bf16, {
     fn dot_pairs(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
         // SAFETY: `self` proves AVX512-BF16; both types are 64 bytes of plain bits.
         unsafe { _mm512_dpbf16_ps(acc, std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b)) }
+    }
+    #[inline(always)]
+    fn narrow(self, low: __m512, high: __m512) -> __m512 {
+        // SAFETY: as above.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+    }
+    #[inline(always)]
+    fn narrow_pairs(self, low: __m512, high: __m512) -> __m512 {
+        // SAFETY: as above.
+        unsafe {
+            let both = _mm512_castps_si512(self.narrow(low, high));
+            // Word 2i is word i, word 2i + 1 is word 16 + i.
+            let order = _mm512_add_epi32(
+                _mm512_set1_epi32(0x0010_0000),
+                _mm512_mullo_epi32(_mm512_set1_epi32(0x0001_0001), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
+            );
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, both))
+        }
     }
 });

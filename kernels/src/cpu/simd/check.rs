@@ -8,17 +8,18 @@ use super::{Isa, simd_fn};
 use crate::cpu::float::Elem;
 use half::bf16;
 
-/// `Ok` when every vector operation of `isa` agrees with plain scalar code, and small products with the portable path.
+/// `Ok` when every vector operation of `isa` agrees with plain scalar code, and small products and attention with other paths.
 pub fn self_check(isa: Isa) -> Result<(), String> {
     if isa == Isa::PORTABLE {
         return Ok(());
     }
     vector_check(isa)?;
-    crate::cpu::matmul::self_check(isa)
+    crate::cpu::matmul::self_check(isa)?;
+    crate::cpu::attention::self_check(isa)
 }
 
 const LEN: usize = 64;
-const RESULTS: usize = 14;
+const RESULTS: usize = 16;
 
 /// Aligned for streaming stores.
 #[repr(align(64))]
@@ -56,6 +57,9 @@ simd_fn! {
             out[12][i] = s.reduce_max(x);
             // SAFETY: at least three elements follow.
             s.store_slice(&mut out[13][i..], unsafe { <f32 as Elem>::load_part(s, a.as_ptr().add(i), 3) });
+            s.store_slice(&mut out[14][i..], s.exp2(x));
+            let pairs = s.narrow_pairs(s.splat(3.0), w);
+            s.store_slice(&mut out[15][i..], s.sub(s.pair_high(pairs), s.pair_low(pairs)));
             i += S::LANES;
         }
         s.stream_end();
@@ -94,6 +98,8 @@ fn vector_check(isa: Isa) -> Result<(), String> {
             if first { sum } else { 0.0 },
             if first { f64::from(top) } else { 0.0 },
             if i - start < 3 { x } else { 0.0 },
+            x.exp2(),
+            w - 3.0,
         ];
         for (op, want) in want.into_iter().enumerate() {
             let got = f64::from(out[op][i]);
@@ -164,6 +170,35 @@ mod tests {
             assert!(y[0].is_nan());
             assert_eq!([y[1], y[2], y[3], y[4], y[5], y[7]], [f32::INFINITY, 0.0, 1.0, 0.0, f32::INFINITY, 1.0]);
             assert!(y[6].is_finite());
+        }
+    }
+
+    simd_fn! {
+        fn exp2_all[S](s: S, x: &[f32], y: &mut [f32]) {
+            for (x, y) in x.chunks_exact(S::LANES).zip(y.chunks_exact_mut(S::LANES)) {
+                s.store_slice(y, s.exp2(s.load_slice(x)));
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_within_three_units_in_the_last_place() {
+        let x: Vec<f32> = (0..1 << 20).map(|i| -150.0 + 277.0 * (i as f32 / (1 << 20) as f32)).collect();
+        for isa in Isa::available() {
+            let mut y = vec![0.0f32; x.len()];
+            exp2_all(isa, &x, &mut y);
+            for (x, y) in x.iter().zip(&y) {
+                let want = f64::from(*x).exp2();
+                let ulp = 2f64.powi(want.log2().floor() as i32 - 23).max(2f64.powi(-149));
+                // 1.8 of the polynomial at most, 1 of its last steps.
+                assert!((f64::from(*y) - want).abs() < 3.0 * ulp, "{} 2^{x}: {y}", isa.name());
+            }
+            let mut y = vec![9.0f32; 16];
+            let mut x = vec![0.0f32; 16];
+            x[..5].copy_from_slice(&[f32::NAN, f32::NEG_INFINITY, -1e30, 3.0, -151.5]);
+            exp2_all(isa, &x, &mut y);
+            assert!(y[0].is_nan());
+            assert_eq!(y[1..6], [0.0, 0.0, 8.0, 0.0, 1.0]);
         }
     }
 

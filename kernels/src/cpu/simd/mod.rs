@@ -266,13 +266,62 @@ pub trait Simd: Copy + Send + Sync + 'static {
         p = self.fma(p, r, self.splat(0.5));
         p = self.fma(self.mul(p, r), r, r);
         p = self.add(p, self.splat(1.0));
-        // 2^n in two factors, since one exponent field reaches neither 2^128 nor subnormals.
+        self.scale2(p, n)
+    }
+
+    /// `2^a` within 3 units in the last place, for `a <= 127`; 0 below -151, NaN for NaN. Larger values give no more than "too large".
+    #[inline(always)]
+    fn exp2(self, a: Self::V) -> Self::V {
+        // As in `exp`, where `n` needs no rounded multiple of ln2.
+        let magic = self.splat(12_582_912.0);
+        let x = self.max(self.splat(-152.0), a);
+        let n = self.sub(self.add(x, magic), magic);
+        let r = self.sub(x, n);
+        // The polynomial of degree 5 through 1 with the least relative error on |r| <= 0.5: 1.1e-7 (Remez).
+        let mut p = self.splat(0.001_326_472_8);
+        p = self.fma(p, r, self.splat(0.009_671_514));
+        p = self.fma(p, r, self.splat(0.055_507_336));
+        p = self.fma(p, r, self.splat(0.240_222_42));
+        p = self.fma(p, r, self.splat(0.693_147));
+        p = self.fma(p, r, self.splat(1.0));
+        self.scale2(p, n)
+    }
+
+    /// `a * 2^n` for whole `n` from -152 to 128 and `a` near 1, rounded once.
+    #[inline(always)]
+    fn scale2(self, a: Self::V, n: Self::V) -> Self::V {
+        // Two factors, since one exponent field reaches neither 2^128 nor subnormals.
+        let magic = self.splat(12_582_912.0);
         let half = self.sub(self.fma(n, self.splat(0.5), magic), magic);
         let rest = self.sub(n, half);
         let bias = self.splat(12_582_912.0 + 127.0);
         let scale_a = self.shl23(self.add(half, bias));
         let scale_b = self.shl23(self.add(rest, bias));
-        self.mul(self.mul(p, scale_a), scale_b)
+        self.mul(self.mul(a, scale_a), scale_b)
+    }
+
+    /// Bits of `low` and then of `high` as bf16, for products that take subnormals as zero: those may be zero here already.
+    #[inline(always)]
+    fn narrow(self, low: Self::V, high: Self::V) -> Self::V {
+        let mut bits = [0u16; 32];
+        // SAFETY: two vectors of at most 16 values fit.
+        unsafe {
+            self.store_bf16(bits.as_mut_ptr(), low);
+            self.store_bf16(bits.as_mut_ptr().add(Self::LANES), high);
+            self.load(bits.as_ptr().cast())
+        }
+    }
+
+    /// As [`Simd::narrow`], `low[i]` below `high[i]` in every lane.
+    #[inline(always)]
+    fn narrow_pairs(self, low: Self::V, high: Self::V) -> Self::V {
+        let (mut l, mut h) = ([0u16; 16], [0u16; 16]);
+        // SAFETY: a vector has at most 16 values.
+        unsafe {
+            self.store_bf16(l.as_mut_ptr(), low);
+            self.store_bf16(h.as_mut_ptr(), high);
+            self.load_pairs(l.as_ptr(), h.as_ptr())
+        }
     }
 }
 

@@ -8,8 +8,8 @@
 //! Nothing here but [`tile`] needs the unit: with its instructions emulated, tests run this very code on any x86-64.
 
 #[cfg(all(test, target_os = "linux"))]
-mod emulate;
-mod pack;
+pub(in crate::cpu) mod emulate;
+pub(in crate::cpu) mod pack;
 #[cfg(all(test, target_os = "linux"))]
 mod tests;
 pub(in crate::cpu) mod tile;

@@ -1,20 +1,14 @@
-//! Causal grouped-query attention over packed documents with an online softmax (Dao 2023), forward and backward, in tiles:
-//! scores exist for one tile of keys and one block of queries at a time, never as an `N x N` matrix.
+//! Attention in vectors of f32, for every processor and storage type.
 //!
 //! The query heads of a kv head are rows of one matrix: row `r` of a document is the query of token `r / G` in head `r % G`
-//! of the group (`G = H / K`), so a tile of keys is loaded once for the whole group. Scores are kept transposed, `[keys][rows]`:
-//! then keys are used as they lie in memory, only a tile's queries are transposed, and the softmax needs no sums across
-//! lanes. All inner products are the register-blocked [`product`].
-//!
-//! A work item of forward is one (document, kv head, tile of rows), of backward one (document, kv head), which adds to the
-//! gradients of its keys and values in the order of its tiles. Everything an item reads and all its tile borders are relative
-//! to its document, so other documents and threads change no bit.
+//! of the group (`G = H / K`), so a tile of keys is loaded once for the whole group, and only a tile's queries are transposed.
+//! All inner products are the register-blocked [`product`].
 #![allow(unsafe_code)]
 
-use super::operand::{Operand, Raw};
-use super::pool::{Pool, SCRATCH_ELEMS};
-use super::simd::{Isa, Simd, simd_fn};
-use crate::{Attention, Error, Result};
+use super::{Backward, Forward, Group, MAX_HEAD_DIM, MAX_LANES, padded, take};
+use crate::cpu::operand::Operand;
+use crate::cpu::pool::{Pool, SCRATCH_ELEMS};
+use crate::cpu::simd::{Isa, Simd, simd_fn};
 
 /// Keys of a tile.
 const KEYS: usize = 64;
@@ -22,66 +16,10 @@ const KEYS: usize = 64;
 const BLOCK_VECTORS: usize = 6;
 /// Blocks of query rows in a tile, for which keys and values are loaded once.
 const BLOCKS: usize = 2;
-/// Lanes of the widest instruction set.
-const MAX_LANES: usize = 16;
 /// Rows of a matrix in scratch are this much longer than their padded width, so that a column does not fall on few cache sets.
 const SKEW: usize = 16;
-/// Largest head dimension: what fits the scratch of a thread, and far above any model.
-pub const MAX_HEAD_DIM: usize = 512;
-
-/// Width of a row of `D` elements, padded to whole register tiles of any instruction set.
-fn padded(head_dim: usize) -> usize {
-    head_dim.next_multiple_of(2 * MAX_LANES)
-}
-
-/// f32 elements of workspace of [`backward`]: gradients of keys and values in f32, for each kv head. Forward needs none.
-pub fn workspace_elems(tokens: usize, shape: Attention) -> usize {
-    2 * tokens * shape.kv_heads * padded(shape.head_dim)
-}
-
-/// Where documents begin and end, checked: ascending from 0 to `tokens`.
-fn boundaries<'a>(op: &'static str, cu_seqlens: &'a [i32], documents: usize, tokens: usize) -> Result<&'a [i32]> {
-    let bounds = &cu_seqlens[..=documents];
-    let fail = |i: usize, expected: String| {
-        let what = format!("cu_seqlens[{i}] is {}, expected {expected} (boundaries ascend from 0 to the number of tokens)", bounds[i]);
-        Err(Error::Shape { op, what })
-    };
-    if bounds[0] != 0 {
-        return fail(0, "0".into());
-    }
-    if let Some(i) = bounds.windows(2).position(|w| w[0] > w[1]) {
-        return fail(i + 1, format!("at least {}", bounds[i]));
-    }
-    if bounds[documents] as usize != tokens {
-        return fail(documents, format!("{tokens}"));
-    }
-    Ok(bounds)
-}
-
-/// One document: its first token and its tokens.
-#[derive(Clone, Copy)]
-struct Document {
-    start: usize,
-    tokens: usize,
-}
-
-fn documents_of(bounds: &[i32]) -> impl Iterator<Item = Document> {
-    bounds.windows(2).map(|w| Document { start: w[0] as usize, tokens: (w[1] - w[0]) as usize }).filter(|d| d.tokens > 0)
-}
-
-/// A kv head's part of the matrices: row addresses, and which keys a row sees.
-#[derive(Clone, Copy)]
-struct Group {
-    shape: Attention,
-    document: Document,
-    kv_head: usize,
-}
 
 impl Group {
-    fn per_kv(&self) -> usize {
-        self.shape.heads / self.shape.kv_heads
-    }
-
     /// Rows: (token, head of the group).
     fn rows(&self) -> usize {
         self.document.tokens * self.per_kv()
@@ -91,13 +29,7 @@ impl Group {
     #[inline(always)]
     fn row(&self, r: usize) -> usize {
         let g = self.per_kv();
-        (self.document.start + r / g) * self.shape.heads + self.kv_head * g + r % g
-    }
-
-    /// First element of key `j` in `k [N, K*D]`.
-    #[inline(always)]
-    fn key(&self, j: usize) -> usize {
-        ((self.document.start + j) * self.shape.kv_heads + self.kv_head) * self.shape.head_dim
+        self.query(r / g, r % g)
     }
 
     /// Keys that rows `first..end` (not empty) see, all together.
@@ -106,6 +38,12 @@ impl Group {
         let low = self.shape.window.map_or(0, |w| (first / g + 1).saturating_sub(w));
         (low, (end - 1) / g + 1)
     }
+}
+
+/// Lanes of a vector of `isa`.
+fn lanes(isa: Isa) -> usize {
+    simd_fn! { fn of[S](_s: S) -> usize { S::LANES } }
+    of(isa)
 }
 
 /// A matrix operand of [`product`]: element (i, j) is `data[i * row + j * col]`.
@@ -356,53 +294,16 @@ simd_fn! {
     }
 }
 
-/// Operands of [`forward`].
-#[derive(Clone, Copy)]
-pub struct Forward {
-    /// `[N, H*D]` out.
-    pub o: Operand,
-    /// `[N, H]` out.
-    pub lse: Raw<f32>,
-    /// `[N, H*D]`.
-    pub q: Operand,
-    /// `[N, K*D]`.
-    pub k: Operand,
-    /// `[N, K*D]`.
-    pub v: Operand,
-}
-
-/// Cuts the front off the scratch.
-fn take<'a>(scratch: &mut &'a mut [f32], elems: usize) -> &'a mut [f32] {
-    // Whole cache lines, so that all parts stay aligned.
-    let (front, rest) = std::mem::take(scratch).split_at_mut(elems.next_multiple_of(16));
-    *scratch = rest;
-    &mut front[..elems]
-}
-
-/// Lanes of a vector of `isa`.
-fn lanes(isa: Isa) -> usize {
-    simd_fn! { fn of[S](_s: S) -> usize { S::LANES } }
-    of(isa)
-}
-
-/// [`crate::Ops::attention`].
-pub fn forward(pool: &Pool, t: Forward, cu_seqlens: &[i32], documents: usize, tokens: usize, shape: Attention) -> Result<()> {
-    let bounds = boundaries("attention", cu_seqlens, documents, tokens)?;
+/// [`super::forward`].
+pub fn forward(pool: &Pool, t: Forward, groups: &[Group]) {
     let tile = BLOCKS * BLOCK_VECTORS * lanes(pool.isa());
     // (kv head, document, first row of the tile); long tiles, the last of a document, first, so that none is left for the end.
-    let mut items = Vec::new();
-    for document in documents_of(bounds) {
-        for kv_head in 0..shape.kv_heads {
-            let group = Group { shape, document, kv_head };
-            items.extend((0..group.rows()).step_by(tile).map(|first| (group, first)));
-        }
-    }
+    let mut items: Vec<_> = groups.iter().flat_map(|group| (0..group.rows()).step_by(tile).map(move |first| (*group, first))).collect();
     items.sort_by_key(|(group, first)| std::cmp::Reverse((first / group.per_kv(), group.kv_head, group.document.start)));
     pool.for_each_scratch(items.len(), |i, scratch| {
         let (group, first) = items[i];
         forward_tile(pool.isa(), t, group, first, (group.rows() - first).min(tile), scratch);
     });
-    Ok(())
 }
 
 /// Rows `first..first + rows` of a group against all keys they see.
@@ -459,41 +360,9 @@ fn forward_tile(isa: Isa, t: Forward, group: Group, first: usize, rows: usize, m
     store_rows(isa, t.o, group, true, first, rows, o, ld);
 }
 
-/// Operands of [`backward`].
-#[derive(Clone, Copy)]
-pub struct Backward {
-    /// `[N, H*D]` out.
-    pub dq: Operand,
-    /// `[N, K*D]` out.
-    pub dk: Operand,
-    /// `[N, K*D]` out.
-    pub dv: Operand,
-    /// `[N, H*D]`.
-    pub dout: Operand,
-    /// `[N, H*D]`.
-    pub q: Operand,
-    /// `[N, K*D]`.
-    pub k: Operand,
-    /// `[N, K*D]`.
-    pub v: Operand,
-    /// `[N, H*D]` of forward.
-    pub o: Operand,
-    /// `[N, H]` of forward.
-    pub lse: Raw<f32>,
-    /// See [`workspace_elems`].
-    pub work: Raw<f32>,
-}
-
-/// [`crate::Ops::attention_backward`]. With `P = exp(S - lse)`: `dV = P^T dO`, `dS = P * (dO V^T - rowsum(dO * O))`,
-/// `dQ = scale dS K`, `dK = scale dS^T Q`.
-pub fn backward(pool: &Pool, t: Backward, cu_seqlens: &[i32], documents: usize, tokens: usize, shape: Attention) -> Result<()> {
-    let bounds = boundaries("attention_backward", cu_seqlens, documents, tokens)?;
-    let mut items: Vec<Group> =
-        documents_of(bounds).flat_map(|document| (0..shape.kv_heads).map(move |kv_head| Group { shape, document, kv_head })).collect();
-    // Long documents first, so that none is left for the end.
-    items.sort_by_key(|group| std::cmp::Reverse((group.document.tokens, group.document.start, group.kv_head)));
-    pool.for_each_scratch(items.len(), |i, scratch| backward_group(pool.isa(), t, tokens, items[i], scratch));
-    Ok(())
+/// [`super::backward`].
+pub fn backward(pool: &Pool, t: Backward, tokens: usize, groups: &[Group]) {
+    pool.for_each_scratch(groups.len(), |i, scratch| backward_group(pool.isa(), t, tokens, groups[i], scratch));
 }
 
 fn backward_group(isa: Isa, t: Backward, tokens: usize, group: Group, mut scratch: &mut [f32]) {
@@ -591,211 +460,3 @@ const _: () = {
     let (tile, ld) = (BLOCKS * width, wide + SKEW);
     assert!(3 * tile * ld + 2 * wide * tile + 2 * KEYS * ld + 2 * KEYS * width + 2 * tile + 9 * 16 <= SCRATCH_ELEMS);
 };
-
-#[cfg(test)]
-mod tests {
-    use super::super::reference::{self, Values};
-    use super::*;
-
-    struct Case {
-        documents: Vec<usize>,
-        shape: Attention,
-    }
-
-    impl Case {
-        fn new(documents: &[usize], heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> Case {
-            let scale = 1.0 / (head_dim as f32).sqrt();
-            Case { documents: documents.to_vec(), shape: Attention { heads, kv_heads, head_dim, window, scale } }
-        }
-
-        fn tokens(&self) -> usize {
-            self.documents.iter().sum()
-        }
-
-        fn bounds(&self) -> Vec<i32> {
-            let mut bounds = vec![0];
-            bounds.extend(self.documents.iter().scan(0, |at, n| {
-                *at += *n as i32;
-                Some(*at)
-            }));
-            // What lies behind the last boundary is ignored.
-            bounds.resize(self.tokens() + 1, -7);
-            bounds
-        }
-    }
-
-    /// Inputs q, k, v, dout of a case in one storage type, as stored.
-    struct Inputs {
-        q: Values,
-        k: Values,
-        v: Values,
-        dout: Values,
-    }
-
-    fn inputs(case: &Case, bf16: bool, seed: u32) -> Inputs {
-        let n = case.tokens() * case.shape.head_dim;
-        let make = |heads: usize, seed| Values::random(n * heads, bf16, seed);
-        let (h, k) = (case.shape.heads, case.shape.kv_heads);
-        Inputs { q: make(h, seed), k: make(k, seed + 1), v: make(k, seed + 2), dout: make(h, seed + 3) }
-    }
-
-    /// Results as stored, converted to f32: o, lse, dq, dk, dv.
-    fn run(pool: &Pool, case: &Case, x: &mut Inputs) -> Vec<Vec<f32>> {
-        let (tokens, shape) = (case.tokens(), case.shape);
-        let (mut o, mut dq, mut dk, mut dv) = (x.q.like(), x.q.like(), x.k.like(), x.k.like());
-        let mut lse = vec![f32::NAN; tokens * shape.heads];
-        let mut work = vec![f32::NAN; workspace_elems(tokens, shape)];
-        let bounds = case.bounds();
-        let (q, k, v) = (x.q.operand(), x.k.operand(), x.v.operand());
-        let fw = Forward { o: o.operand(), lse: Raw::new(&mut lse), q, k, v };
-        forward(pool, fw, &bounds, case.documents.len(), tokens, shape).unwrap();
-        let bw = Backward {
-            dq: dq.operand(),
-            dk: dk.operand(),
-            dv: dv.operand(),
-            dout: x.dout.operand(),
-            q,
-            k,
-            v,
-            o: o.operand(),
-            lse: Raw::new(&mut lse),
-            work: Raw::new(&mut work),
-        };
-        backward(pool, bw, &bounds, case.documents.len(), tokens, shape).unwrap();
-        vec![o.f32s(), lse, dq.f32s(), dk.f32s(), dv.f32s()]
-    }
-
-    /// Naive attention in f64, document by document, row by row: o, lse.
-    fn naive(case: &Case, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
-        let Attention { heads, kv_heads, head_dim: d, window, scale } = case.shape;
-        let (mut o, mut lse) = (vec![0.0; q.len()], vec![0.0; case.tokens() * heads]);
-        let mut start = 0;
-        for n in &case.documents {
-            for i in 0..*n {
-                for h in 0..heads {
-                    let row = ((start + i) * heads + h) * d;
-                    let key = |j: usize| ((start + j) * kv_heads + h / (heads / kv_heads)) * d;
-                    let low = window.map_or(0, |w| (i + 1).saturating_sub(w));
-                    let s: Vec<f64> =
-                        (low..=i).map(|j| f64::from(scale) * (0..d).map(|c| q[row + c] * k[key(j) + c]).sum::<f64>()).collect();
-                    let top = s.iter().fold(f64::MIN, |a, b| a.max(*b));
-                    let total: f64 = s.iter().map(|s| (s - top).exp()).sum();
-                    lse[(start + i) * heads + h] = top + total.ln();
-                    for (j, s) in (low..=i).zip(&s) {
-                        for c in 0..d {
-                            o[row + c] += (s - top).exp() / total * v[key(j) + c];
-                        }
-                    }
-                }
-            }
-            start += n;
-        }
-        (o, lse)
-    }
-
-    /// Against the naive function and its differences.
-    fn check(case: &Case, bf16: bool) {
-        let mut x = inputs(case, bf16, 7);
-        let (q, k, v, dout) = (x.q.f64s(), x.k.f64s(), x.v.f64s(), x.dout.f64s());
-        let (o, lse) = naive(case, &q, &k, &v);
-        let mut first: Option<Vec<Vec<f32>>> = None;
-        for got in reference::on_every_pool(|pool| run(pool, case, &mut x)) {
-            let [got_o, got_lse, dq, dk, dv] = &got[..] else { unreachable!() };
-            // f32: sums of up to 200 products in f32. bf16: one rounding of the output, 2^-9.
-            let close = if bf16 { 4e-3 } else { 2e-6 };
-            reference::assert_close("o", got_o, &o, close);
-            // lse is f32 whatever the storage.
-            reference::assert_close("lse", got_lse, &lse, 2e-6);
-            // Differences of the slow function once; the other instruction sets are compared with the first.
-            let Some(first) = &first else {
-                // In bf16 the forward output, from which backward starts, is rounded too.
-                let tolerance = if bf16 { 3e-2 } else { 2e-5 };
-                for (name, grad, which) in [("dq", dq, 0), ("dk", dk, 1), ("dv", dv, 2)] {
-                    reference::assert_gradient(name, grad, [&q, &k, &v][which], tolerance, |moved| {
-                        let mut at: [&[f64]; 3] = [&q, &k, &v];
-                        at[which] = moved;
-                        naive(case, at[0], at[1], at[2]).0.iter().zip(&dout).map(|(o, g)| o * g).sum()
-                    });
-                }
-                first = Some(got);
-                continue;
-            };
-            for (name, i) in [("dq", 2), ("dk", 3), ("dv", 4)] {
-                // As the outputs, with one more level of sums; noise of gradients that vanish is of the order of 1e-6.
-                let want: Vec<f64> = first[i].iter().map(|x| f64::from(*x)).collect();
-                let largest = want.iter().fold(1f64, |m, x| m.max(x.abs()));
-                for (got, want) in got[i].iter().zip(&want) {
-                    assert!(
-                        (f64::from(*got) - want).abs() <= if bf16 { 2e-2 } else { 1e-5 } * largest,
-                        "{name} by another instruction set"
-                    );
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn matches_the_naive_function_and_its_differences() {
-        for bf16 in [false, true] {
-            check(&Case::new(&[1], 2, 1, 16, None), bf16);
-            check(&Case::new(&[33, 1, 70], 3, 1, 18, None), bf16);
-            check(&Case::new(&[130, 5], 3, 1, 64, None), bf16);
-            check(&Case::new(&[90, 41], 4, 4, 32, Some(17)), bf16);
-            check(&Case::new(&[80], 2, 1, 20, Some(1)), bf16);
-            check(&Case::new(&[75], 4, 2, 130, Some(64)), bf16);
-        }
-    }
-
-    #[test]
-    fn documents_do_not_know_of_each_other() {
-        let pool = Pool::new(2).unwrap();
-        let case = Case::new(&[37, 140, 3], 6, 3, 64, None);
-        let mut x = inputs(&case, true, 3);
-        let together = run(&pool, &case, &mut x);
-        let mut start = 0;
-        for n in &case.documents {
-            let alone = Case { documents: vec![*n], shape: case.shape };
-            let cut = |v: &Values, heads: usize| v.cut(start * heads * 64, n * heads * 64);
-            let mut y = Inputs { q: cut(&x.q, 6), k: cut(&x.k, 3), v: cut(&x.v, 3), dout: cut(&x.dout, 6) };
-            let apart = run(&pool, &alone, &mut y);
-            for ((a, b), width) in together.iter().zip(&apart).zip([6 * 64, 6, 6 * 64, 3 * 64, 3 * 64]) {
-                assert!(a[start * width..(start + n) * width].iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()));
-            }
-            start += n;
-        }
-        // Another first document, even one that is not a number, changes no bit of the second.
-        for v in [&mut x.q, &mut x.k, &mut x.v, &mut x.dout] {
-            v.poison(0, 37 * 3 * 64);
-        }
-        let poisoned = run(&pool, &case, &mut x);
-        for ((a, b), width) in together.iter().zip(&poisoned).zip([6 * 64, 6, 6 * 64, 3 * 64, 3 * 64]) {
-            assert!(b[..width].iter().all(|x| x.is_nan()));
-            assert!(a[37 * width..].iter().zip(&b[37 * width..]).all(|(a, b)| a.to_bits() == b.to_bits()));
-        }
-    }
-
-    #[test]
-    fn a_later_token_changes_no_earlier_output() {
-        let pool = Pool::new(1).unwrap();
-        let case = Case::new(&[100], 3, 1, 32, None);
-        let mut x = inputs(&case, false, 5);
-        let before = run(&pool, &case, &mut x);
-        x.k.set(60 * 32, 1e3);
-        x.v.set(60 * 32, -1e3);
-        let after = run(&pool, &case, &mut x);
-        let same = |n: usize| before[0][..n].iter().zip(&after[0]).all(|(a, b)| a.to_bits() == b.to_bits());
-        assert!(same(60 * 3 * 32) && !same(61 * 3 * 32));
-    }
-
-    #[test]
-    fn wrong_boundaries_are_named() {
-        assert!(boundaries("attention", &[0, 3, 5], 2, 5).is_ok());
-        assert!(boundaries("attention", &[0, 5, -1], 1, 5).is_ok());
-        for (bounds, part) in
-            [(vec![1, 5], "[0] is 1"), (vec![0, 4], "[1] is 4, expected 5"), (vec![0, 6, 5], "[2] is 5, expected at least 6")]
-        {
-            let error = boundaries("attention", &bounds, bounds.len() - 1, 5).unwrap_err().to_string();
-            assert!(error.contains(part), "{error}");
-        }
-    }
-}
