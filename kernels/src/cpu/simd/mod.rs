@@ -5,7 +5,7 @@
 //! only [`simd_fn!`](crate::simd_fn) makes one, from an [`Isa`] that [`Isa::detect`] or [`Isa::available`] handed out. What
 //! cannot be run on the developers' machines is checked on the user's: an instruction set is used only after it has
 //! reproduced the portable results once per process ([`check`]). Tiles (AMX) are no vectors: that level has the vectors of AVX-512 and
-//! its own products in `matmul`.
+//! its own products in `matmul` and `attention`.
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]

@@ -182,8 +182,8 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
     dv.store(s, t.dv, &group, 1.0);
 }
 
-/// A panel's normalizers, negative and for exponents of 2, and `delta = rowsum(dO * O)`; zero for queries that do not exist, whose queries and
-/// output gradients are zero, so that they add nothing. `rows` is room for two rows.
+/// A panel's normalizers, negative and for exponents of 2, and `delta = rowsum(dO * O)`; zero for queries that do not exist: with
+/// queries and output gradients of zero they add nothing. `rows` is room for two rows.
 #[inline(always)]
 fn row_sums<S: Simd>(s: S, t: &Backward, group: &Group, panel: &Panel, minus_lse: &mut [f32], delta: &mut [f32], rows: &mut [f32]) {
     let d = group.shape.head_dim;
