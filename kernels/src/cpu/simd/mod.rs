@@ -271,6 +271,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// `2^a` within 3 units in the last place, for `a <= 127`; 0 below -126, NaN for NaN. Larger values give no more than "too large".
     #[inline(always)]
+    #[expect(clippy::approx_constant, reason = "the coefficient near ln 2 is a little less")]
     fn exp2(self, a: Self::V) -> Self::V {
         // As in `exp`, where `n` needs no rounded multiple of ln2.
         let magic = self.splat(12_582_912.0);
