@@ -209,7 +209,7 @@ impl Search<'_> {
                 self.refuse(&all);
                 return Ok(Vec::new());
             }
-            self.least_recompute(&make, all.shape.recomputable)?
+            self.least_recompute(&make, &none, &all)?
         };
         let mut out = vec![make(recompute)];
         let frozen = none.parameters.1 < none.parameters.0;
@@ -226,13 +226,23 @@ impl Search<'_> {
         Ok(out)
     }
 
-    /// The fewest recomputed blocks that fit; all of them do.
-    fn least_recompute(&self, make: &dyn Fn(usize) -> Config, layers: usize) -> Result<usize> {
-        let (mut low, mut high) = (0, layers);
-        // `high` fits and `low` does not.
+    /// The fewest recomputed blocks that fit: `none` does not, `all` does, and each block gives up about as much as another.
+    fn least_recompute(&self, make: &dyn Fn(usize) -> Config, none: &Prediction, all: &Prediction) -> Result<usize> {
+        let (mut low, mut high) = (0, all.shape.recomputable);
+        let held = |p: &Prediction| p.memory.device_bytes + p.memory.host_bytes;
+        let each = (held(none).saturating_sub(held(all)) / high.max(1) as u64).max(1);
+        let missing = none.memory.missing();
+        let mut next = (missing.0 + missing.1).div_ceil(each) as usize;
+        let mut tries = 0;
+        // `high` fits and `low` does not. The neighbours of the guess first, halves after.
         while high - low > 1 {
-            let middle = (low + high) / 2;
-            if self.memory(&make(middle))?.memory.fits() { high = middle } else { low = middle }
+            let middle = if tries < 3 { next.clamp(low + 1, high - 1) } else { (low + high) / 2 };
+            tries += 1;
+            if self.memory(&make(middle))?.memory.fits() {
+                (high, next) = (middle, middle - 1);
+            } else {
+                (low, next) = (middle, middle + 1);
+            }
         }
         Ok(high)
     }
@@ -260,26 +270,29 @@ impl Search<'_> {
 
     fn run(&mut self) -> Result<Vec<(Config, Prediction)>> {
         let mut timed = Vec::new();
-        // Families that fit on the device without recomputation: moving their state or weights to the host can only cost.
-        let mut easy: Vec<Family> = Vec::new();
+        // Families that fit, and whether they do on the device and without recomputation: then moving state or weights to the host can
+        // only cost.
+        let mut found: Vec<(Family, bool)> = Vec::new();
         let lora = self.config.lora.is_some();
         for family in Family::all(self.config, self.cluster) {
-            let dominated = easy.iter().any(|e| {
-                let same_cut = e.micro == family.micro;
+            let dominated = found.iter().any(|(e, easy)| {
                 let offloads = (family.offload_optimizer && !e.offload_optimizer || family.offload_param && !e.offload_param)
                     && e.stage <= family.stage;
-                // Adapters are small: sharding their gradients and state gains nothing where the base is replicated.
-                same_cut && (offloads || lora && e.stage == 0 && (1..3).contains(&family.stage))
+                // Adapters are small: where they are trained, sharding their gradients or moving their state gains nothing.
+                let for_adapters = match family.stage {
+                    1 | 2 => e.stage == 0,
+                    stage => {
+                        e.stage == stage && e.offload_param == family.offload_param && family.offload_optimizer && !e.offload_optimizer
+                    }
+                };
+                e.micro == family.micro && (*easy && offloads || lora && for_adapters)
             });
             if dominated {
                 continue;
             }
-            let fitted = self.fitted(family)?;
-            for config in fitted {
+            for config in self.fitted(family)? {
                 let p = self.predictor.predict(&config, self.cluster)?;
-                if p.shape.recomputed == 0 && !family.offload_param && !family.offload_optimizer {
-                    easy.push(family);
-                }
+                found.push((family, p.shape.recomputed == 0 && !family.offload_param && !family.offload_optimizer));
                 timed.push((config, p));
             }
         }
