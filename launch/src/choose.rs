@@ -4,7 +4,7 @@ use crate::fault::Fault;
 use std::path::Path;
 use zrt::auto::{self, Choice};
 use zrt::config::Config;
-use zrt::cost::{Catalogue, Cluster, Predictor};
+use zrt::cost::{Catalogue, Cluster, Prediction, Predictor};
 
 /// The machine that a command plans for: `spec` (on so many `hosts`), or this host with one rank for each of `ranks`.
 pub fn cluster(catalogue: &Catalogue, spec: Option<&str>, hosts: Option<usize>, ranks: usize) -> Result<Cluster, Fault> {
@@ -23,17 +23,41 @@ pub fn catalogue(folder: Option<&Path>) -> Result<Catalogue, Fault> {
     Ok(Catalogue::load(folder)?)
 }
 
-/// For a start on this host: `config` with every `"auto"` chosen, and lines that say what and why. Without `"auto"` it is returned as it is.
+/// For a start on this host: `config` with every `"auto"` chosen, and lines that say what and why. An explicit choice is returned as it
+/// is; where this host was calibrated, with a line if another plan is much faster.
 pub fn for_start(config: Config, ranks: usize) -> Result<(Config, Option<String>), Fault> {
     let open = auto::open_keys(&config);
-    if open.is_empty() {
+    let catalogue = match catalogue(None) {
+        // A broken hardware file is no reason not to do what was asked for explicitly.
+        Err(_) if open.is_empty() => return Ok((config, None)),
+        found => found?,
+    };
+    if open.is_empty() && !catalogue.knows_this_host() {
         return Ok((config, None));
     }
-    let catalogue = catalogue(None)?;
     let cluster = cluster(&catalogue, None, None, ranks)?;
-    let choice = auto::choose(&Predictor::default(), &catalogue, &config, &cluster)?;
+    let predictor = Predictor::default();
+    if open.is_empty() {
+        // Only a remark: whatever is wrong with the configuration is told by who starts it.
+        let faster = predictor.predict(&config, &cluster).ok().and_then(|now| {
+            let choice = auto::much_faster(&predictor, &catalogue, &config, &cluster, &now)?;
+            Some(much_faster(&choice.best, &now))
+        });
+        return Ok((config, faster));
+    }
+    let choice = auto::choose(&predictor, &catalogue, &config, &cluster)?;
     let text = reason(&choice, &open);
     Ok((choice.config, Some(text)))
+}
+
+/// The line about a plan that is much faster than what was asked for.
+pub fn much_faster(best: &Prediction, now: &Prediction) -> String {
+    format!(
+        "a much faster plan: {}: {:.3} s a step expected, {:.1} times as fast (\"auto\" chooses it)",
+        best.shape.line(),
+        best.secs.expected,
+        now.secs.expected / best.secs.expected
+    )
 }
 
 /// The plan and those it was preferred to.

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use zrt::auto::{self, Choice};
 use zrt::config::Config;
+use zrt::cost::answer::Wait;
 use zrt::cost::predict::guesses;
 use zrt::cost::{Cluster, Prediction, Predictor, Range};
 
@@ -47,11 +48,17 @@ pub fn run(args: &PlanArgs) -> Result<String, Fault> {
     let open = auto::open_keys(&config);
     let (config, plan) = if open.is_empty() {
         let best = predictor.predict(&config, &cluster)?;
-        let faster = auto::much_faster(&predictor, &catalogue, &config, &cluster, &best);
-        (config, Plan { best, choice: None, faster })
+        let (mut faster, mut advice) = (None, None);
+        if best.memory.fits() {
+            faster = auto::much_faster(&predictor, &catalogue, &config, &cluster, &best);
+        } else {
+            // With nothing left to choose this says what is missing, and the cheapest change that fits.
+            advice = auto::choose(&predictor, &catalogue, &config, &cluster).err().map(|e| e.to_string());
+        }
+        (config, Plan { best, choice: None, faster, advice })
     } else {
         let choice = auto::choose(&predictor, &catalogue, &config, &cluster)?;
-        (choice.config.clone(), Plan { best: choice.best.clone(), choice: Some(choice), faster: None })
+        (choice.config.clone(), Plan { best: choice.best.clone(), choice: Some(choice), faster: None, advice: None })
     };
     if let Some(path) = &args.trace {
         predictor.trace(&config, &cluster, path)?;
@@ -64,6 +71,8 @@ struct Plan {
     best: Prediction,
     choice: Option<Choice>,
     faster: Option<Choice>,
+    /// What to do where it does not fit.
+    advice: Option<String>,
 }
 
 fn json(plan: &Plan, config: &Config) -> Result<String, Fault> {
@@ -77,6 +86,7 @@ fn json(plan: &Plan, config: &Config) -> Result<String, Fault> {
             "micro_batch_group": config.training.micro_batch_group,
         },
         "runners_up": plan.choice.as_ref().map(|c| &c.runners_up),
+        "advice": plan.advice,
         "much_faster": plan.faster.as_ref().map(|c| &c.best),
     });
     serde_json::to_string_pretty(&value).map_err(Fault::other)
@@ -116,6 +126,9 @@ fn text(plan: &Plan, cluster: &Cluster, config: &Config, open: &[&str]) -> Strin
         let _ = writeln!(out, "{}", choose::reason(choice, open));
     }
     memory(&mut out, p);
+    if let Some(advice) = &plan.advice {
+        let _ = writeln!(out, "{advice}");
+    }
     time(&mut out, p, config);
     if let Some(d) = &p.deepspeed {
         let _ = writeln!(
@@ -135,13 +148,7 @@ fn text(plan: &Plan, cluster: &Cluster, config: &Config, open: &[&str]) -> Strin
         );
     }
     if let Some(faster) = &plan.faster {
-        let _ = writeln!(
-            out,
-            "\na much faster plan: {}: {:.2} s a step, {:.1} times as fast (zero.stage = \"auto\" chooses it)",
-            faster.best.shape.line(),
-            faster.best.secs.expected,
-            p.secs.expected / faster.best.secs.expected
-        );
+        let _ = writeln!(out, "\n{}", choose::much_faster(&faster.best, p));
     }
     let guessed = guesses(cluster);
     if !guessed.is_empty() {
@@ -153,16 +160,20 @@ fn text(plan: &Plan, cluster: &Cluster, config: &Config, open: &[&str]) -> Strin
 
 fn memory(out: &mut String, p: &Prediction) {
     let m = &p.memory;
-    let _ = writeln!(out, "\n{:<14} {:>12} {:>12}   (GB)", "memory", "device", "host");
+    let (unit, name) = if m.device_bytes.max(m.host_bytes) < 2_000_000_000 { (1e6, "MB") } else { (1e9, "GB") };
+    let _ = writeln!(out, "\n{:<14} {:>12} {:>12}   ({name})", "memory", "device", "host");
+    let mut line = |what: &str, device: u64, host: u64| {
+        let _ = writeln!(out, "{what:<14} {:>12.2} {:>12.2}", device as f64 / unit, host as f64 / unit);
+    };
     for row in m.rows.iter().filter(|r| r.device_bytes + r.host_bytes > 0) {
-        let _ = writeln!(out, "{:<14} {:>12} {:>12}", row.category, gb(row.device_bytes), gb(row.host_bytes));
+        line(row.category, row.device_bytes, row.host_bytes);
     }
-    let _ = writeln!(out, "{:<14} {:>12} {:>12}", "sum", gb(m.device_bytes), gb(m.host_bytes));
-    let _ = writeln!(out, "{:<14} {:>12} {:>12}", "of", gb(m.device_capacity), gb(m.host_capacity));
+    line("sum", m.device_bytes, m.host_bytes);
+    line("of", m.device_capacity, m.host_capacity);
     let (device, host) = m.missing();
     let (free, of) = if m.device_capacity > 0 { (m.margin_bytes, "device") } else { (m.host_margin_bytes, "host") };
     if m.fits() {
-        let _ = writeln!(out, "it fits; {} GB of each {} are kept free", gb(free), of);
+        let _ = writeln!(out, "it fits; {} GB of each {of} are kept free", gb(free));
     } else {
         let _ = writeln!(out, "it does NOT fit: {device} bytes are missing on each device, {host} on each host, margins included");
     }
@@ -173,8 +184,8 @@ fn time(out: &mut String, p: &Prediction, config: &Config) {
     let _ = writeln!(out, "tokens/s        {}; {} tokens a step", range(p.tokens_per_s, 1.0), p.tokens);
     let _ = writeln!(
         out,
-        "useful FLOP/s   {:.1} T a device: {:.1} % of the data sheet's peak; with recomputation {:.1} % of the highest rate measured",
-        p.useful_flops / 1e12,
+        "useful FLOP/s   {} a device: {:.1} % of the data sheet's peak; with recomputation {:.1} % of the highest rate measured",
+        if p.useful_flops >= 1e12 { format!("{:.1} T", p.useful_flops / 1e12) } else { format!("{:.1} G", p.useful_flops / 1e9) },
         100.0 * p.share_of_peak,
         100.0 * p.share_of_ceiling
     );
@@ -182,18 +193,7 @@ fn time(out: &mut String, p: &Prediction, config: &Config) {
     let busy: Vec<String> =
         p.busy.iter().filter(|b| b.1 > 0.0).map(|(s, secs)| format!("{s} {:.0} %", 100.0 * secs / p.secs.expected)).collect();
     let _ = writeln!(out, "streams busy    {}", busy.join(", "));
-    let exposed: f64 = p.exposed.iter().map(|w| w.secs).sum();
-    if exposed > 1e-3 * p.secs.expected {
-        let most: Vec<String> = p
-            .exposed
-            .iter()
-            .take(3)
-            .map(|w| format!("{} {} {:.3} s", w.stream, if w.unit.is_empty() { "(no unit)" } else { &w.unit }, w.secs))
-            .collect();
-        let _ = writeln!(out, "exposed         {exposed:.3} s in which compute waits; most: {}", most.join(", "));
-    } else {
-        let _ = writeln!(out, "exposed         nothing to speak of: compute waits for no other stream");
-    }
+    exposed(out, p);
     let _ = writeln!(out, "it rests on     (the three numbers of the catalogue that matter most)");
     for a in p.assumptions.iter().take(3) {
         let _ = writeln!(out, "  {}: decides {:.2} s, {:+.2} .. {:+.2} s", a.what, a.decides_secs, a.change_secs.0, a.change_secs.1);
@@ -207,4 +207,26 @@ fn time(out: &mut String, p: &Prediction, config: &Config) {
             "whole run       {epochs} epochs: the number of steps depends on the data; set training.steps for hours and money"
         );
     }
+}
+
+/// By stream, each with the unit that is waited for longest.
+fn exposed(out: &mut String, p: &Prediction) {
+    let total: f64 = p.exposed.iter().map(|w| w.secs).sum();
+    if total <= 1e-3 * p.secs.expected {
+        let _ = writeln!(out, "exposed         nothing to speak of: compute waits for no other stream");
+        return;
+    }
+    let mut streams: Vec<(&str, f64, &Wait, usize)> = Vec::new();
+    for wait in &p.exposed {
+        match streams.iter_mut().find(|s| s.0 == wait.stream) {
+            Some(s) => (s.1, s.3) = (s.1 + wait.secs, s.3 + 1),
+            None => streams.push((&wait.stream, wait.secs, wait, 1)),
+        }
+    }
+    streams.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let each = streams.iter().filter(|s| s.1 > 1e-2 * total).map(|(stream, secs, most, units)| {
+        let unit = if most.unit.is_empty() { "its own work" } else { &most.unit };
+        format!("{stream} {secs:.3} s over {units} units, longest for {unit} ({:.3} s)", most.secs)
+    });
+    let _ = writeln!(out, "exposed         {total:.3} s in which compute waits: {}", each.collect::<Vec<_>>().join("; "));
 }

@@ -15,7 +15,8 @@ fn a_plan_says_memory_time_money_and_what_it_rests_on() {
     done.says(0, &[]);
     for part in [
         "70.76 G parameters, 207.1 M trained, on 2x MI300X: replicated (stage 0)",
-        "instead of ",
+        "instead of sharded (stage 3)",
+        "instead of streamed from host memory (stage 3, offload_param)",
         "weights ",
         "activations ",
         "reserved ",
@@ -60,7 +61,7 @@ fn an_explicit_choice_is_obeyed_and_compared() {
         "DeepSpeed's estimate for stage 3",
         "12 gathers x ",
         "a much faster plan: replicated (stage 0)",
-        "s in which compute waits; most: co",
+        "s in which compute waits: co",
     ] {
         assert!(done.out.contains(part), "{part:?} not in\n{}", done.out);
     }
@@ -88,6 +89,17 @@ fn json_has_the_same() {
 fn what_cannot_be_is_said_with_bytes() {
     run(&["plan", &example("train70b.toml"), "--machine", "1xRTX4090", "--set", "zero.stage=0"])
         .says(2, &["nothing fits on 1x RTX4090", " bytes (", "cheapest change that fits: "]);
+    // An explicit plan that does not fit is shown, with what would.
+    let mut explicit = vec!["plan".to_string(), example("train8b.toml"), "--machine".into(), "1xRTX4090".into()];
+    for set in ["zero.stage=0", "zero.offload_param=none", "zero.offload_optimizer=none", "zero.resident_bytes=0"] {
+        explicit.extend(["--set".to_string(), set.to_string()]);
+    }
+    for set in ["training.micro_batch_size=4", "training.micro_batch_group=1", "activation_checkpoint.mode=none"] {
+        explicit.extend(["--set".to_string(), set.to_string()]);
+    }
+    let done = run(&explicit.iter().map(String::as_str).collect::<Vec<_>>());
+    done.says(0, &[]);
+    assert!(done.out.contains("it does NOT fit: ") && done.out.contains("cheapest change that fits: leave zero.stage"), "{}", done.out);
     run(&["plan", &example("train70b.toml"), "--machine", "2xMI3000"]).says(2, &["MI3000 is not in the catalogue; known: A100"]);
     run(&["plan", "nothere.toml", "--machine", "H100"]).says(2, &["nothere.toml"]);
 }

@@ -57,6 +57,9 @@ fn is_called(wanted: &str, name: &str, aliases: &[String]) -> bool {
     plain(name) == wanted || aliases.iter().any(|a| plain(a) == wanted)
 }
 
+/// Name under which `zlaunch calibrate` writes the host it runs on.
+pub const CALIBRATED: &str = "local";
+
 impl Catalogue {
     /// The embedded files.
     pub fn builtin() -> Result<Catalogue> {
@@ -111,6 +114,11 @@ impl Catalogue {
     /// All machines.
     pub fn machines(&self) -> &[Machine] {
         &self.machines
+    }
+
+    /// Whether this host was calibrated.
+    pub fn knows_this_host(&self) -> bool {
+        self.find(CALIBRATED).is_some()
     }
 
     /// A machine and its part. Later files win over earlier ones of the same alias.
@@ -261,10 +269,10 @@ impl Cluster {
         Ok(())
     }
 
-    /// This host's processor as the catalogue has it, one rank for each of `ranks`: a file that `zlaunch calibrate` wrote under the
-    /// name `local`, else the modest built-in one times the cores and memory found.
+    /// This host's processor as the catalogue has it, one rank for each of `ranks`: a file that `zlaunch calibrate` wrote as
+    /// [`CALIBRATED`], else the modest built-in one times the cores and memory found.
     pub fn this_host(catalogue: &Catalogue, ranks: usize) -> Result<Cluster> {
-        if let Some((machine, part)) = catalogue.find("local") {
+        if let Some((machine, part)) = catalogue.find(CALIBRATED) {
             return Ok(Cluster { part: part.clone(), machine: machine.clone(), devices: ranks, hosts: 1 });
         }
         let mut cluster = catalogue.cluster(THIS_HOST)?;
