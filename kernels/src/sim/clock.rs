@@ -504,11 +504,10 @@ mod tests {
 
     #[test]
     fn a_wait_for_what_is_not_recorded_yet_returns_at_once() {
-        // The host waits for what is behind a wait for what comes after the host's wait: no program can enqueue this.
         let items =
             [(1, What::Wait { record: 4 }), (1, work(0)), (1, What::Record { event: 0 }), (0, work(0)), (0, What::Record { event: 1 })];
         let case = tape(&[1.0], &items);
-        // An earlier item cannot refer to a later one: the wait was for nothing.
+        // No program can enqueue this: a wait refers to what was recorded before it.
         assert!(play(&case.0, &Speeds { secs: &case.1, class: &case.2, sharing: ALONE }, None).is_ok());
     }
 }
