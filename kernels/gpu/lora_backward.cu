@@ -40,7 +40,7 @@ template <class T> struct DySlice {
 template <class T> struct LoraDy {
     i32 tokens;
     i32 group;  // tokens of a block, a multiple of DY_TOKENS
-    i32 chunk;  // columns of a block, a multiple of DY_COLS
+    i32 chunk;  // columns of a block, a multiple of 64
     i32 slices;
     DySlice<T> slice[MAX_SLICES];
 };

@@ -2,6 +2,7 @@
 
 pub mod logits;
 pub mod processes;
+pub mod tiny;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,12 @@
-//! One small case of the operations, odd sizes, both types, for what runs over all of them, such as mutations of the sources. Accuracy is tested elsewhere, operation by operation; here
-//! a result is compared with the CPU's, to the bit where that is promised.
+//! Small cases of all operations, odd sizes, both types, for what runs over all kernels: mutations of the sources, sanitizers. Accuracy is
+//! tested elsewhere, operation by operation; here a result is compared with the CPU's, to the bit where that is promised.
+
+mod products;
 
 use crate::testing::{Rig, normal};
+use products::{attention, cross_entropy, linear, lora};
 use zrt_kernels::ops::SUM_SQUARES_NODES;
-use zrt_kernels::{AdamW, DType, OpShape, Write};
+use zrt_kernels::{AdamW, DType, Dropout, OpShape, Write};
 
 /// Calls an operation on a rig and reads its results.
 pub type Run = dyn Fn(&Rig) -> zrt_kernels::Result<Vec<Vec<f32>>>;
@@ -148,6 +151,28 @@ pub fn cases() -> Vec<Case> {
         elements("elements f32", F),
         elements("elements bf16", B),
         gradient_norm(),
+        linear("linear f32", F, 37, 72, 40),
+        linear("linear bf16", B, 50, 51, 133),
+        linear("linear bf16, a long sum", B, 1100, 24, 16),
+        lora("lora f32", F, 70, 72, &[(40, 8), (21, 5)], None),
+        lora("lora bf16", B, 150, 640, &[(136, 16), (24, 4)], None),
+        lora("lora bf16, dropout", B, 67, 72, &[(24, 8), (40, 4)], Some(Dropout { p: 0.3, seed: 7, step: 2, micro_batch: 1 })),
+        lora("lora f32, large ranks", F, 40, 48, &[(40, 64), (16, 33)], None),
+        lora("lora f32, whole rows", F, 64, 128, &[(192, 16)], None),
+        lora("lora f32, whole rows of large ranks", F, 64, 64, &[(128, 64), (64, 32)], None),
+        lora("lora bf16, whole rows", B, 128, 256, &[(384, 16), (128, 16)], None),
+        lora("lora bf16, whole rows of large ranks", B, 64, 128, &[(256, 64), (64, 32)], None),
+        lora("lora bf16, large ranks", B, 70, 48, &[(200, 64), (16, 130)], None),
+        attention("attention f32, 64", F, &[5, 36], 64, None),
+        attention("attention f32, 96", F, &[41], 80, Some(7)),
+        attention("attention f32, 128", F, &[17, 1], 128, None),
+        attention("attention f32, 256", F, &[20], 256, None),
+        attention("attention bf16, 64", B, &[37, 1, 70], 64, None),
+        attention("attention bf16, 96", B, &[75], 72, Some(20)),
+        attention("attention bf16, 128", B, &[1, 66], 128, None),
+        attention("attention bf16, 256", B, &[40, 33], 200, None),
+        cross_entropy("cross entropy f32", F),
+        cross_entropy("cross entropy bf16", B),
     ]
 }
 

@@ -56,7 +56,8 @@ pub struct Counters {
 }
 
 impl Counters {
-    fn add(&mut self, c: &Counters) {
+    /// Adds what others did.
+    pub fn add(&mut self, c: &Counters) {
         let worst = self.worst_ways.max(c.worst_ways);
         let (to, from): (&mut [u64], &[u64]) =
             (bytemuck::cast_slice_mut(std::slice::from_mut(self)), bytemuck::cast_slice(std::slice::from_ref(c)));

@@ -2,10 +2,11 @@
 //! kernel widths and those between, both types, documents of odd lengths, groups of heads, windows, operands that begin anywhere.
 
 use half::bf16;
-use zrt_kernels::gpu::attention::{HEAD_DIMS, forward_tiles};
+use zrt_kernels::gpu::attention::{HEAD_DIMS, forward_tiles, traffic};
 use zrt_kernels::gpu::launch::Arch;
 use zrt_kernels::{Attention, DType, OpShape};
-use zrt_simt::testing::{ARCHS, Rig, assert_close, can_run, normal, on, rounding, wide};
+use zrt_simt::testing::{ARCHS, Rig, assert_bits, assert_close, can_run, normal, on, rounding, wide};
+use zrt_simt::{Counters, SimtDevice, SimtOptions};
 
 #[derive(Clone)]
 struct Case {
@@ -164,5 +165,131 @@ fn every_width() {
     for dim in HEAD_DIMS {
         check(&case(&[37, 1, 70], 4, 2, dim, None, DType::BF16), &ARCHS);
         check(&case(&[5, 41], 2, 1, dim, None, DType::F32), &["sm_90", "gfx942"]);
+    }
+}
+
+const TWO: [&str; 2] = ["sm_90", "gfx942"];
+
+#[test]
+fn windows() {
+    if !can_run() {
+        return;
+    }
+    // With a window of 1 gradients are zero but for rounding.
+    for window in [2, 17, 64] {
+        check(&case(&[90, 21], 4, 2, 64, Some(window), DType::BF16), &TWO);
+    }
+    check(&case(&[40], 2, 2, 64, Some(5), DType::F32), &TWO);
+}
+
+#[test]
+fn rows_that_begin_anywhere() {
+    if !can_run() {
+        return;
+    }
+    check(&Case { skew: 1, ..case(&[37, 9], 2, 1, 64, None, DType::BF16) }, &TWO);
+    check(&Case { skew: 1, ..case(&[21], 2, 1, 40, Some(9), DType::F32) }, &TWO);
+    check(&case(&[33], 3, 3, 10, None, DType::BF16), &TWO);
+}
+
+#[test]
+fn documents_change_no_bit_of_each_other() {
+    if !can_run() {
+        return;
+    }
+    for dtype in [DType::F32, DType::BF16] {
+        let packed = case(&[23, 50], 4, 2, 64, Some(20), dtype);
+        let (x, alone) = (packed.inputs(), Case { documents: vec![50], ..packed.clone() });
+        let (q, k) = (23 * 4 * 64, 23 * 2 * 64);
+        let tail = Inputs { q: x.q[q..].to_vec(), k: x.k[k..].to_vec(), v: x.v[k..].to_vec(), dout: x.dout[q..].to_vec() };
+        let (_, together) = on(&TWO, |rig| run(rig, &packed, &x));
+        let (_, single) = on(&TWO, |rig| run(rig, &alone, &tail));
+        for (together, single) in together.iter().zip(&single) {
+            for ((name, skip), (a, b)) in
+                [("o", q), ("lse", 23 * 4), ("dq", q), ("dk", k), ("dv", k)].iter().zip(together.outputs.iter().zip(&single.outputs))
+            {
+                assert_bits(&format!("{name} {dtype} on {}", together.arch), &a[*skip..], b);
+            }
+        }
+    }
+}
+
+#[test]
+fn boundaries_that_are_none_are_an_error() {
+    if !can_run() {
+        return;
+    }
+    let c = case(&[50], 2, 1, 64, None, DType::BF16);
+    let (x, shape) = (c.inputs(), c.shape);
+    // Too far back, beyond the tokens, not at their end, not from 0, negative.
+    for (bounds, row) in [(vec![0, 30, 20, 50], 2), (vec![0, 60, 50], 2), (vec![0, 40], 1), (vec![1, 50], 0), (vec![0, -5, 50], 1)] {
+        on(&TWO, |rig| {
+            let documents = bounds.len() - 1;
+            let mut padded = bounds.clone();
+            padded.resize(51, 50);
+            for backward in [false, true] {
+                // A stream that failed stays failed.
+                let rig = Rig::new(rig.device().clone());
+                let (ops, s, b) = (rig.ops(), rig.stream(), rig.ints(&padded));
+                let [q, k, v, dout] = [&x.q, &x.k, &x.v, &x.dout].map(|v| rig.tensor(v, DType::BF16));
+                let (o, lse) = (rig.tensor(&x.q, DType::BF16), rig.tensor(&[1.0; 100], DType::F32));
+                let work = rig.workspace(OpShape::Attention { tokens: 50, shape });
+                let [dq, dk, dv] = [&x.q, &x.k, &x.v].map(|v| rig.empty(v.len(), DType::BF16));
+                let called = if backward {
+                    ops.attention_backward(&dq, &dk, &dv, &dout, &q, &k, &v, &o, &lse, &b, documents, 50, shape, &work, s)
+                } else {
+                    ops.attention(&o, &lse, &q, &k, &v, &b, documents, 50, shape, &work, s)
+                };
+                let e = called.and_then(|()| rig.try_read(if backward { &dq } else { &o }).map(drop)).expect_err("bad boundaries");
+                assert!(e.to_string().contains("cu_seqlens"), "{bounds:?}: {e}");
+                if rig.device().info().kind == "simt" {
+                    assert!(e.to_string().contains(&format!("cu_seqlens[{row}]")), "{bounds:?}: {e}");
+                }
+            }
+            Vec::new()
+        });
+    }
+}
+
+/// Bytes of memory and of the first cache against the least that tiles allow, pass by pass; and banks: at most two ways.
+#[test]
+fn bytes_are_those_of_tiles() {
+    if !can_run() {
+        return;
+    }
+    for arch in TWO {
+        for c in [
+            case(&[130, 77], 4, 2, 64, None, DType::BF16),
+            case(&[200], 4, 1, 128, Some(64), DType::BF16),
+            case(&[70], 2, 1, 256, None, DType::BF16),
+            case(&[48], 2, 1, 64, None, DType::F32),
+        ] {
+            let device = SimtDevice::new(SimtOptions { arch, count: true, ..Default::default() }).unwrap();
+            run(&Rig::new(device.clone()), &c, &c.inputs());
+            let counted = device.take_counters();
+            let least = traffic(&Arch::known(arch).unwrap(), c.dtype, &c.documents, c.shape).unwrap();
+            let of = |begins: &[&str]| {
+                let some = counted.iter().filter(|(k, _)| begins.iter().any(|b| k.starts_with(b)));
+                some.fold(Counters::default(), |mut sum, (_, c)| {
+                    sum.add(c);
+                    sum
+                })
+            };
+            let passes = [
+                ("forward", of(&["attention_64", "attention_128", "attention_256"]), least.forward),
+                ("delta", of(&["attention_delta"]), least.delta),
+                ("dk and dv", of(&["attention_dk", "attention_dv"]), least.keys),
+                ("dq", of(&["attention_dq"]), least.queries),
+            ];
+            for (pass, c_of, least) in passes {
+                let (memory, cache) = (32 * (c_of.distinct_reads + c_of.distinct_writes), 32 * (c_of.read_sectors + c_of.write_sectors));
+                let (once, asked) = (least.once_bytes as f64, (least.read_bytes + least.write_bytes) as f64);
+                let (memory, cache) = (memory as f64 / once, cache as f64 / asked);
+                let what = format!("{pass} of {} on {arch}", c.name());
+                println!("{what}: {memory:.3} of the least from memory, {cache:.3} from the first cache, {} ways", c_of.worst_ways);
+                assert!((0.99..=1.2).contains(&memory) && (0.99..=1.2).contains(&cache), "{what}: {memory}, {cache} of the least");
+                assert!(c_of.worst_ways <= 2, "{what}: {} ways", c_of.worst_ways);
+            }
+        }
     }
 }

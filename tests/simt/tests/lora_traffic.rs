@@ -133,7 +133,7 @@ fn most_bytes_are_those_of_x_y_dy_dx() {
                 assert!(f.fewest_blocks() as usize >= units && b.fewest_blocks() as usize >= units, "{what}: blocks");
                 assert!(ratio(&f) <= asked(rank), "{what}: forward moves {} of the least", ratio(&f));
                 // Where one block for each unit makes what is asked for impossible (few tokens for many units or a large rank), the best.
-                let most = asked(rank).max(1.06 * best);
+                let most = asked(rank).max(1.05 * best);
                 assert!(ratio(&b) <= most, "{what}: backward moves {} of the least, at most {most}", ratio(&b));
             }
         }

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use zrt_kernels::{AdamW, DType, OpShape, Write};
+use zrt_simt::cases::cases;
 use zrt_simt::testing::{Rig, can_run, normal};
 use zrt_simt::{Counters, SimtDevice, SimtOptions};
 
@@ -16,10 +17,7 @@ fn counted(arch: &'static str, f: impl Fn(&Rig)) -> Counters {
     f(&rig);
     rig.stream().sync().unwrap();
     device.take_counters().values().fold(Counters::default(), |mut sum, c| {
-        sum.distinct_reads += c.distinct_reads;
-        sum.distinct_writes += c.distinct_writes;
-        sum.read_sectors += c.read_sectors;
-        sum.write_sectors += c.write_sectors;
+        sum.add(c);
         sum
     })
 }
@@ -79,4 +77,30 @@ fn kernels_move_what_they_must() {
         // The scale is one sector, asked for by every warp.
         check(&format!("adamw on {arch}"), c, 30 * n, 1.001, 1.01);
     }
+}
+
+/// Accesses to shared memory of the products: no more than two ways in any of them. Where LoRA's rows begin anywhere, its slow way
+/// stores element by element, outside of the inner loops; so here they begin at multiples of 16 bytes.
+#[test]
+fn banks_meet_two_by_two_at_most() {
+    if !can_run() {
+        return;
+    }
+    let mut wrong = Vec::new();
+    for arch in ["sm_90", "gfx942"] {
+        for case in cases().iter().filter(|c| c.name.starts_with("linear") || c.name.contains("whole rows")) {
+            let device = SimtDevice::new(SimtOptions { arch, count: true, ..Default::default() }).unwrap();
+            (case.run)(&Rig::new(device.clone())).unwrap();
+            for (kernel, c) in device.take_counters() {
+                println!(
+                    "{arch} {kernel}, {}: {} ways, {} cycles for {} accesses",
+                    case.name, c.worst_ways, c.shared_cycles, c.shared_accesses
+                );
+                if c.worst_ways > 2 {
+                    wrong.push(format!("{arch} {kernel}, {}: {} ways", case.name, c.worst_ways));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

@@ -22,6 +22,8 @@ pub(super) const UP_COLS: usize = 128;
 pub(super) const UP_RANKS: usize = 32;
 /// Columns of a block of `lora_x`.
 pub(super) const X_COLS: usize = 32;
+/// Columns of a chunk of `lora_dy` are a multiple of this: whole lines of the caches.
+const DY_CHUNK: usize = 64;
 /// Tokens of a step of `lora_dy`, and ranks of a slice of its large form; the small one takes one tile.
 pub(super) const DY_TOKENS: usize = 64;
 pub(super) const DY_RANKS: usize = 64;
@@ -251,7 +253,7 @@ pub(super) fn dy_partials(tokens: usize, slices: &[(usize, usize)], group: usize
 /// Tokens of a group and columns of a chunk: of those whose partial sums are at most `budget`, that give every compute unit a block (or
 /// most of them one), those with the fewest partial sums.
 fn dy_split(arch: &Arch, tokens: usize, slices: &[(usize, usize)], budget: usize) -> (usize, usize) {
-    let (units, cols) = (arch.units as usize, dy_cols(arch));
+    let (units, cols) = (arch.units as usize, DY_CHUNK);
     let widest = slices.iter().map(|s| s.0).max().unwrap_or(0).div_ceil(cols).max(1);
     let blocks =
         |group: usize, chunk: usize| tokens.div_ceil(group).max(1) * slices.iter().map(|s| s.0.div_ceil(chunk * cols)).sum::<usize>();

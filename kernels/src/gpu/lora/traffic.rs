@@ -73,7 +73,8 @@ pub fn backward(arch: &Arch, x: DType, tokens: usize, inputs: usize, adapters: &
         let (mut read, mut written, mut again, mut partials, mut left) = (0, 0, 0, 0, 0);
         for p in &cut.pieces {
             let width = adapters[p.adapter].0;
-            let (chunks, steps) = (width.div_ceil(cut.chunk), width.div_ceil(tiles::dy_cols(arch)));
+            let chunks = width.div_ceil(cut.chunk);
+            let steps: usize = (0..chunks).map(|c| (width - c * cut.chunk).min(cut.chunk).div_ceil(tiles::dy_cols(arch))).sum();
             let (skinny, b) = (tokens * p.ranks, width * p.ranks);
             read += tokens * width * wide + (skinny + b) * F32;
             written += (chunks * skinny + cut.groups * b) * F32;
