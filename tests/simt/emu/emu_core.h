@@ -334,13 +334,21 @@ struct Worker {
         b.shadow.resize(ARENA_BYTES / 2);
     }
     ~Worker() {
-        if (b.stacks) munmap(b.stacks, (size_t)b.capacity * STACK_BYTES);
+        release_stacks();
         delete[] b.fibers;
         free(b.arena);
     }
+    void release_stacks() {
+        if (!b.stacks) return;
+#if defined(__SANITIZE_ADDRESS__)
+        // As in `start`; other memory will be here.
+        __asan_unpoison_memory_region(b.stacks, (size_t)b.capacity * STACK_BYTES);
+#endif
+        munmap(b.stacks, (size_t)b.capacity * STACK_BYTES);
+    }
     void prepare(int threads) {
         if (threads <= b.capacity) return;
-        if (b.stacks) munmap(b.stacks, (size_t)b.capacity * STACK_BYTES);
+        release_stacks();
         delete[] b.fibers;
         b.capacity = threads;
         b.fibers = new Fiber[(size_t)threads];

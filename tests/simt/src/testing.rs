@@ -72,7 +72,8 @@ impl Rig {
             to.copy_from_slice(&bytes);
             Ok(())
         });
-        self.stream.write(&view, "test data", source).expect("a write");
+        // A stream that has failed refuses it, and says why when results are read.
+        let _ = self.stream.write(&view, "test data", source);
         view
     }
 

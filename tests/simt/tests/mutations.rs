@@ -18,30 +18,9 @@ const MUTANTS: &[Mutant] = &[
     ("column_sum.cu", "    barrier();\n", "", "bf16, a block", "gfx942"),
     ("gemm.cu", "copy_wait<STAGES - 2>();\n            barrier();", "copy_wait<STAGES - 2>();", "linear bf16", "sm_90"),
     ("lora.cu", "publish_p(s);\n        barrier();", "publish_p(s);", "lora bf16", "gfx942"),
-    (
-        "lora_backward.cu",
-        "        barrier();\n    }\n    if (async) copy_wait<0>();\n}",
-        "    }\n    if (async) copy_wait<0>();\n}",
-        "lora f32",
-        "sm_90",
-    ),
     ("attention.cu", "fetch.finish(tv);\n        barrier();", "fetch.finish(tv);", "attention bf16, 64", "sm_90"),
     // Lanes.
     ("gemm.cu", "n0 = warp_id() % WARPS_N * WN;\n#pragma", "n0 = warp_id() / 2 % WARPS_N * WN;\n#pragma", "linear f32", "sm_90"),
-    (
-        "lora_backward.cu",
-        "rank = 16 * (across + n) + acc_col(e);\n                            use(",
-        "rank = 16 * (across + n) + acc_col(e ^ 1);\n                            use(",
-        "lora f32",
-        "gfx942",
-    ),
-    (
-        "compat.h",
-        "v += shuffle_xor(v, 1);\n    return v + shuffle_xor(v, 2);",
-        "v += shuffle_xor(v, 1);\n    return v + shuffle_xor(v, 4);",
-        "attention bf16, 96",
-        "sm_90",
-    ),
     (
         "compat.h",
         "for (int mask = WARP / 2; mask > 0; mask /= 2) v += shuffle_xor(v, mask);",
@@ -55,15 +34,6 @@ const MUTANTS: &[Mutant] = &[
     ("column_sum.cu", "if (slice > 0 || col >= p.cols) return;", "if (slice > 0) return;", "bf16, a block", "sm_90"),
     ("elementwise.cuh", "if (pieces * N + me < elems)", "if (me < N)", "elements f32", "gfx942"),
     ("rope.cu", "(int)min_of<i64>(p.tokens_per_block, p.tokens - first)", "p.tokens_per_block", "rope bf16", "sm_90"),
-    ("gemm.cu", "if (row >= p.m || col >= p.n) return;", "if (row >= p.m) return;", "linear bf16", "sm_90"),
-    ("lora_backward.cu", "if (w0 + row >= after || rank >= of.rank) continue;", "if (rank >= of.rank) continue;", "lora f32", "gfx942"),
-    (
-        "attention_backward.cu",
-        "if (behind < 0 || behind >= g.window) x = 0.0f;",
-        "if (behind >= g.window) x = 0.0f;",
-        "attention f32, 96",
-        "gfx942",
-    ),
     // Orders, signs, roundings.
     ("rope.cu", "y * cos.v[j] + x * s", "y * cos.v[j] - x * s", "rope f32", "sm_90"),
     ("adamw.cu", "add_rn(mul_rn(beta1, pm.v[i]), mul_rn(rest1, gi))", "fma_rn(beta1, pm.v[i], mul_rn(rest1, gi))", "adamw f32", "sm_90"),

@@ -14,11 +14,11 @@ const MODE: &str = "ZRT_SANITIZERS_CASE";
 type Case = (&'static str, Sanitizer, Option<&'static str>, &'static str, &'static str, bool);
 
 const CASES: &[Case] = &[
-    ("address", Sanitizer::Address, Some("libasan.so"), "sm_90", "", false),
-    ("address-wide", Sanitizer::Address, Some("libasan.so"), "gfx942", "", false),
     ("address-broken", Sanitizer::Address, Some("libasan.so"), "sm_90", "f32, a warp", true),
-    ("undefined", Sanitizer::Undefined, None, "sm_90", "", false),
-    ("undefined-wide", Sanitizer::Undefined, None, "gfx942", "", false),
+    ("address", Sanitizer::Address, Some("libasan.so"), "sm_90", "lora", false),
+    ("address-wide", Sanitizer::Address, Some("libasan.so"), "gfx942", "lora", false),
+    ("undefined", Sanitizer::Undefined, None, "sm_90", "lora", false),
+    ("undefined-wide", Sanitizer::Undefined, None, "gfx942", "lora", false),
 ];
 
 fn mutation(file: &'static str, from: &str, to: &str) -> Mutation {
