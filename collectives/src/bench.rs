@@ -8,7 +8,7 @@
 //! The limit beside each figure is a copy: all ranks at once write as many bytes as the collective must leave in each rank's
 //! memory, from memory of their own. A collective also has to read what another core wrote, so 1.0 is not reached by a long one.
 
-use crate::{Communicator, LocalComm, Result};
+use crate::{Communicator, Error, LocalComm, LocalGroup, LocalOptions, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::time::{Duration, Instant};
 use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
@@ -71,6 +71,21 @@ pub fn measure(comm: &LocalComm, dtype: DType, sizes: &[Size]) -> Result<Vec<Rat
     let rates = measure_here(comm, dtype, sizes);
     drop(bound);
     rates
+}
+
+/// The same on `ranks` threads of this process, made for it.
+///
+/// Errors: memory, or a lost group.
+pub fn measure_on_threads(ranks: usize, dtype: DType, sizes: &[Size]) -> Result<Vec<Rate>> {
+    let comms = LocalGroup::threads(ranks, LocalOptions::default())?;
+    let all: Vec<Result<Vec<Rate>>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || measure(&comm, dtype, sizes))).collect();
+        let panicked = |_| Err(Error::Rendezvous("a rank panicked".into()));
+        threads.into_iter().map(|t| t.join().unwrap_or_else(panicked)).collect()
+    });
+    // The same on all ranks, unless one failed.
+    let all = all.into_iter().collect::<Result<Vec<_>>>()?;
+    Ok(all.into_iter().next().unwrap_or_default())
 }
 
 fn measure_here(comm: &LocalComm, dtype: DType, sizes: &[Size]) -> Result<Vec<Rate>> {
@@ -194,7 +209,6 @@ impl Drop for Bound {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{LocalGroup, LocalOptions};
 
     #[test]
     fn all_ranks_report_the_same_rows() {

@@ -9,14 +9,14 @@ use crate::job::{Job, input};
 use crate::model::BatchShape;
 use crate::model::decoder::Decoder;
 use crate::progress::StepReport;
-use crate::run::{cpu_device, local_options};
+use crate::run::{cpu_device, local_options, threads};
 use crate::source::Sources;
 use crate::store::WeightSource;
 use crate::trainer::{Hook, Run, Surroundings, train};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -125,7 +125,7 @@ pub fn steps(config: &Config, ranks: usize) -> Result<StepRates> {
     let watched: Arc<Mutex<Watched>> = Arc::default();
     let one = |comm: Comm| {
         let first = comm.rank() == 0;
-        let device = cpu_device(config, ranks, first)?;
+        let device = cpu_device(config, threads(config, ranks), first)?;
         let mut hooks: Vec<Box<dyn Hook>> = Vec::new();
         if first {
             hooks.push(Box::new(Watch { device: device.clone(), out: watched.clone() }));
@@ -168,33 +168,18 @@ pub struct LoadRates {
 /// No model in the folder, not enough memory, or no `cat`.
 pub fn load(folder: &Path, ranks: usize, dtype: DType, share_pages: bool, rounds: usize) -> Result<LoadRates> {
     let files: Vec<_> = Weights::open(folder).map_err(input)?.files().map(Path::to_path_buf).collect();
-    let io = |path: &Path, source| Error::Io { path: path.display().to_string(), source };
     let mut bytes = Vec::new();
     for path in &files {
         File::open(path).and_then(|mut f| f.read_to_end(&mut bytes)).map_err(|e| io(path, e))?;
     }
     let bytes: Arc<[u8]> = bytes.into();
-    let forget = || -> Result<()> {
-        for path in &files {
-            let file = File::open(path).map_err(|e| io(path, e))?;
-            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).map_err(|e| io(path, e.into()))?;
-        }
-        Ok(())
-    };
-    let cat = || -> Result<f64> {
-        let begun = Instant::now();
-        let status =
-            Command::new("cat").args(&files).stdin(Stdio::null()).stdout(Stdio::null()).status().map_err(|e| io(Path::new("cat"), e))?;
-        if status.success() { Ok(begun.elapsed().as_secs_f64()) } else { Err(Error::Input(format!("cat failed: {status}"))) }
-    };
     let mut all: [Vec<f64>; 6] = Default::default();
     for _ in 0..rounds.max(1) {
-        forget()?;
+        forget(&files)?;
         all[0].push(load_once(folder, ranks, dtype, share_pages)?);
-        forget()?;
-        all[1].push(cat()?);
+        all[1].push(cold_read_secs(&files)?);
         all[2].push(load_once(folder, ranks, dtype, share_pages)?);
-        all[3].push(cat()?);
+        all[3].push(cat(&files)?);
         let (new, used) = memcpy(&bytes, ranks, share_pages)?;
         all[4].push(new);
         all[5].push(used);
@@ -204,6 +189,36 @@ pub fn load(folder: &Path, ranks: usize, dtype: DType, share_pages: bool, rounds
         v[v.len() / 2]
     });
     Ok(LoadRates { bytes: bytes.len() as u64, cold, cat_cold, warm, cat_warm, memcpy_new, memcpy_used })
+}
+
+fn io(path: &Path, source: std::io::Error) -> Error {
+    Error::Io { path: path.display().to_string(), source }
+}
+
+/// Tells the kernel to drop the files from its cache.
+fn forget(files: &[PathBuf]) -> Result<()> {
+    for path in files {
+        let file = File::open(path).map_err(|e| io(path, e))?;
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).map_err(|e| io(path, e.into()))?;
+    }
+    Ok(())
+}
+
+/// Seconds of `cat FILES > /dev/null`.
+fn cat(files: &[PathBuf]) -> Result<f64> {
+    let begun = Instant::now();
+    let status =
+        Command::new("cat").args(files).stdin(Stdio::null()).stdout(Stdio::null()).status().map_err(|e| io(Path::new("cat"), e))?;
+    if status.success() { Ok(begun.elapsed().as_secs_f64()) } else { Err(Error::Input(format!("cat failed: {status}"))) }
+}
+
+/// Seconds in which `files` are read that the kernel was told to drop from its cache; the disk may have one of its own.
+///
+/// # Errors
+/// A file that cannot be read, or no `cat`.
+pub fn cold_read_secs(files: &[PathBuf]) -> Result<f64> {
+    forget(files)?;
+    cat(files)
 }
 
 fn local(share_pages: bool) -> LocalOptions {

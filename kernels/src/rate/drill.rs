@@ -44,7 +44,7 @@ pub struct OpRate {
     pub op: &'static str,
     /// Type of activations and weights.
     pub dtype: DType,
-    /// Of products `[M, N, K]`: rows and columns of the result, and terms of a sum. Elsewhere `[elements, 1, 1]`.
+    /// Of products `[N, O, I]` of their layer, in whichever direction. Elsewhere `[elements, 1, 1]`.
     pub shape: [usize; 3],
     /// Floating-point operations as [`crate::sim::OpCount`] counts them.
     pub flops: f64,
@@ -107,8 +107,7 @@ pub fn drill(sizes: Sizes, ranks: usize, threads: usize, budget: Duration) -> Re
         (call.run)(sim.ops(), &*s)?;
         let counts = sim.counts();
         let (flops, ops_bytes) = counts.ops.values().fold((0, 0), |(f, b), o| (f + o.flops, b + o.bytes));
-        // A copy reads as many bytes as it writes.
-        let bytes = ops_bytes + 2 * counts.copies.bytes;
+        let bytes = ops_bytes + counts.copies.bytes;
         let secs = all.iter().map(|rank| rank[i]).sum::<f64>() / all.len().max(1) as f64;
         rates.push(OpRate { op: call.op, dtype: sizes.dtype, shape: call.shape, flops: flops as f64, bytes: bytes as f64, secs });
     }
@@ -166,11 +165,11 @@ impl Maker<'_> {
         let (a, b, c) = (x.clone(), y.clone(), w.clone());
         self.call("linear", [n, outputs, inputs], move |ops, s| ops.linear(&b, Write::Set, &a, &c, None, n, inputs, outputs, s));
         let (a, b, c, d) = (y.clone(), dx.clone(), w.clone(), work.clone());
-        self.call("linear_dgrad", [n, inputs, outputs], move |ops, s| {
+        self.call("linear_dgrad", [n, outputs, inputs], move |ops, s| {
             ops.linear_backward(Some((&b, Write::Set)), None, None, &a, None, &c, n, inputs, outputs, &d, s)
         });
         let (a, b) = (y.clone(), x.clone());
-        self.call("linear_wgrad", [outputs, inputs, n], move |ops, s| {
+        self.call("linear_wgrad", [n, outputs, inputs], move |ops, s| {
             ops.linear_backward(None, Some((&dw, Write::Set)), None, &a, Some(&b), &w, n, inputs, outputs, &work, s)
         });
         let work = self.work(OpShape::Lora { tokens: n, inputs, outputs, rank, adapters: layers })?;

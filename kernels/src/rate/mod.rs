@@ -157,6 +157,27 @@ impl Bench {
     }
 }
 
+/// Seconds that an operation costs beside its work: many tiny ones through a stream's thread.
+///
+/// # Errors
+/// The system gives no threads.
+pub fn task_secs() -> Result<f64> {
+    const TASKS: u32 = 2000;
+    let device = CpuDevice::new(CpuOptions { threads: 1, ..CpuOptions::default() })?;
+    let stream = device.stream("tasks")?;
+    let x = device.alloc("tasks", 64, Place::Device, Category::Workspace)?.all(DType::F32)?;
+    let mut times = Times::default();
+    for _ in 0..5 {
+        times.add(|| {
+            for _ in 0..TASKS {
+                device.ops().scale(&x, 1.0, &*stream)?;
+            }
+            stream.sync()
+        })?;
+    }
+    Ok(times.median() / f64::from(TASKS))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,5 +189,6 @@ mod tests {
         let u = bench.updates(1001, 1).unwrap();
         assert!([p.forward, p.dgrad, p.wgrad, u.plain, u.plain_limit, u.copy, u.copy_limit].iter().all(|s| *s > 0.0));
         assert!(bench.tensor(usize::MAX, DType::F32, 0.0).is_err());
+        assert!(task_secs().unwrap() > 0.0);
     }
 }

@@ -4,8 +4,7 @@ use super::table::{Cell, Table};
 use super::{Layers, Type};
 use crate::fault::Fault;
 use std::time::Duration;
-use zrt_collectives::bench::{Size, measure};
-use zrt_collectives::{LocalGroup, LocalOptions};
+use zrt_collectives::bench::{Size, measure_on_threads};
 use zrt_kernels::DType;
 use zrt_kernels::rate::Bench;
 
@@ -84,15 +83,7 @@ pub fn collectives(ranks: usize, bytes: &[usize], dtype: Type) -> Result<Table, 
     // Of other lengths as many calls as take about as long as one of 64 MiB, within reason.
     let size = |&bytes: &usize| Size { bytes, samples: ((64 << 20) / bytes).clamp(15, 200), burst: ((4 << 20) / bytes).clamp(1, 100) };
     let sizes: Vec<Size> = if bytes.is_empty() { Size::USUAL.to_vec() } else { bytes.iter().map(size).collect() };
-    let comms = LocalGroup::threads(ranks, LocalOptions::default()).map_err(Fault::other)?;
-    let rates = std::thread::scope(|scope| {
-        let sizes = &sizes;
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || measure(&comm, dtype.into(), sizes))).collect();
-        let all =
-            threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(zrt_collectives::Error::Rendezvous("a rank panicked".into()))));
-        all.collect::<Result<Vec<_>, _>>()
-    });
-    let rates = rates.map_err(Fault::other)?.into_iter().next().unwrap_or_default();
+    let rates = measure_on_threads(ranks, dtype.into(), &sizes).map_err(Fault::other)?;
     let title = format!("collectives of {} over {ranks} ranks (threads) of this host", DType::from(dtype));
     let columns = ["operation", "bytes", "us", "GB/s", "limit us", "times limit", "through a stream us"];
     let mut table = Table::new(title, &columns);
