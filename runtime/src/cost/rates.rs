@@ -6,7 +6,7 @@
 
 use super::catalogue::Cluster;
 use super::number::{Case, Number};
-use super::sheet::{CollectivePoint, Graph, Matmul, MatmulForm, MatmulPoint, Overlap, PartKind};
+use super::sheet::{CollectivePoint, Graph, Matmul, MatmulForm, MatmulPoint, Overlap, PartKind, op_key};
 use serde::Serialize;
 use zrt_kernels::DType;
 use zrt_kernels::sim::clock::{Class, Sharing};
@@ -228,7 +228,9 @@ impl<'a> Rates<'a> {
 
     /// By the part's own rate of an operation, where it has one.
     fn op(&self, name: &str, work: &Work) -> Option<f64> {
-        let rate = self.cluster.part.ops.get(name)?;
+        let ops = &self.cluster.part.ops;
+        let own = if work.dtype == DType::BF16 { None } else { ops.get(&op_key(name, work.dtype)) };
+        let rate = own.or_else(|| ops.get(name))?;
         let by = |n: &Option<Number>, amount: f64| n.as_ref().map_or(0.0, |n| amount / (self.rate(n) * self.share));
         let overhead = rate.overhead.as_ref().unwrap_or(&self.cluster.part.op_overhead).cost(self.case);
         let bytes = (work.bytes + work.host_bytes) as f64;

@@ -9,12 +9,12 @@ use crate::engine::{Engine, EngineOptions, StepInput};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use zrt_collectives::sim::SimComm;
 use zrt_kernels::gpu::launch::Arch;
 use zrt_kernels::sim::tape::Tape;
 use zrt_kernels::sim::{SimDevice, SimOptions};
-use zrt_kernels::{AdamW, Category, Device, MemoryUse, Place};
+use zrt_kernels::{AdamW, Category, Device, MemoryUse, OpShape, Place};
 
 /// Whose scratch sizes are planned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -58,7 +58,18 @@ fn device(sizes: &Sizes) -> Result<Arc<SimDevice>> {
         Sizes::Gpu { arch } => {
             let known = Arch::known(arch).or_else(|| Arch::known("sm_80"));
             let known = known.ok_or_else(|| Error::Input(format!("no kernels are known for {arch}")))?;
-            SimDevice::with_sizes(SimOptions { threads: 1 }, move |shape| zrt_kernels::gpu::workspace_bytes(&known, shape))?
+            // Asked at every call of an operation, of few shapes; the answer takes a search over tilings.
+            let answers: Mutex<Vec<(OpShape, usize)>> = Mutex::default();
+            let bytes = move |shape: OpShape| {
+                let mut answers = answers.lock().unwrap_or_else(|e| e.into_inner());
+                if let Some((_, bytes)) = answers.iter().find(|(s, _)| *s == shape) {
+                    return *bytes;
+                }
+                let bytes = zrt_kernels::gpu::workspace_bytes(&known, shape);
+                answers.push((shape, bytes));
+                bytes
+            };
+            SimDevice::with_sizes(SimOptions { threads: 1 }, bytes)?
         }
     })
 }
@@ -80,43 +91,31 @@ fn full_batch(options: &EngineOptions) -> HostBatch {
     }
 }
 
+/// Groups of a recorded step: the first, one that stands for all in the middle, the last.
+const GROUPS: usize = 3;
+
 /// Runs `model` with `options` as one of `ranks`. Without `timed` nothing is enqueued: memory alone is known then.
 pub fn record(model: Arc<dyn Model>, options: &EngineOptions, ranks: usize, sizes: &Sizes, timed: bool) -> Result<Recording> {
     let device = device(sizes)?;
-    let comm = Arc::new(SimComm::new(ranks).with_shared_pages(options.share_pages).on(device.link()));
-    let mut engine = Engine::new(device.clone(), comm, model, options.clone())?;
+    let engine = |device: &Arc<SimDevice>, options: &EngineOptions| {
+        let comm = Arc::new(SimComm::new(ranks).with_shared_pages(options.share_pages).on(device.link()));
+        Engine::new(device.clone(), comm, model.clone(), options.clone())
+    };
+    let mut whole = engine(&device, options)?;
     let per_group = ranks * options.group;
     let groups = options.micro_batches.div_ceil(per_group);
-    let repeats = groups.saturating_sub(2).max(1);
-    let mut tape = Tape::default();
-    if timed {
-        let hp = AdamW { lr: 0.0, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, step: 1 };
-        let trained_tokens = (options.shape.tokens * options.micro_batches) as u64;
-        let none = |_| Ok(None);
-        engine.step(&StepInput { step: 0, hp, trained_tokens, batch: &none, stop: false })?;
-
-        let host = full_batch(options);
-        let running = Cell::new(usize::MAX);
-        let batch = |index: usize| {
-            let group = index / per_group;
-            if running.replace(group) != group && groups > 3 {
-                match group {
-                    1 => device.mark(0),
-                    2 => {
-                        device.mark(1);
-                        device.mute(true);
-                    }
-                    g if g == groups - 1 => device.mute(false),
-                    _ => {}
-                }
-            }
-            Ok((groups <= 3 || group < 2 || group == groups - 1).then(|| host.clone()))
-        };
-        let recorded = groups.min(3) * options.group.min(options.micro_batches) * engine.visits().len();
-        device.record(recorded * 96 + 4096);
-        engine.step(&StepInput { step: 1, hp, trained_tokens, batch: &batch, stop: false })?;
-        tape = device.take_tape(if groups > 3 { repeats as u64 } else { 1 });
-    }
+    let tape = match (timed, groups > GROUPS) {
+        (false, _) => Tape::default(),
+        (true, false) => step(&device, &mut whole, 1)?,
+        // An engine of fewer groups: what they hold is known from the whole one, and going through all of them takes long.
+        (true, true) => {
+            let device = self::device(sizes)?;
+            let left_out = groups - GROUPS;
+            let short = EngineOptions { micro_batches: options.micro_batches - left_out * per_group, ..options.clone() };
+            step(&device, &mut engine(&device, &short)?, 1 + left_out as u64)?
+        }
+    };
+    let engine = whole;
     let plan = engine.plan();
     Ok(Recording {
         memory: device.memory(),
@@ -128,4 +127,28 @@ pub fn record(model: Arc<dyn Model>, options: &EngineOptions, ranks: usize, size
         recomputable: engine.visits().iter().filter(|v| v.recompute).count(),
         tape,
     })
+}
+
+/// The tape of a step of `engine` in the middle of a run; of more than one `repeats`, the second group of three stands for so many.
+fn step(device: &Arc<SimDevice>, engine: &mut Engine, repeats: u64) -> Result<Tape> {
+    let options = engine.options().clone();
+    let hp = AdamW { lr: 0.0, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, step: 1 };
+    let trained_tokens = (options.shape.tokens * options.micro_batches) as u64;
+    let none = |_| Ok(None);
+    engine.step(&StepInput { step: 0, hp, trained_tokens, batch: &none, stop: false })?;
+
+    let per_group = engine.comm().ranks() * options.group;
+    let host = full_batch(&options);
+    let running = Cell::new(usize::MAX);
+    let batch = |index: usize| {
+        let group = index / per_group;
+        if running.replace(group) != group && repeats > 1 && (1..GROUPS).contains(&group) {
+            device.mark(group as u32 - 1);
+        }
+        Ok(Some(host.clone()))
+    };
+    let groups = options.micro_batches.div_ceil(per_group);
+    device.record(groups * options.group.min(options.micro_batches) * engine.visits().len() * 96 + 4096);
+    engine.step(&StepInput { step: 1, hp, trained_tokens, batch: &batch, stop: false })?;
+    Ok(device.take_tape(repeats))
 }

@@ -132,6 +132,12 @@ pub struct AttentionRates {
     pub backward: Number,
 }
 
+/// Key of [`Part::ops`] for an operation on values of `dtype`: its name for bf16, and with the type behind it for others, which is
+/// looked for before the plain name.
+pub fn op_key(op: &str, dtype: zrt_kernels::DType) -> String {
+    if dtype == zrt_kernels::DType::BF16 { op.to_string() } else { format!("{op}_{}", dtype.name()) }
+}
+
 /// Rates of one operation: it takes `overhead + max(flops / flops_per_s, bytes / bytes_per_s)`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
