@@ -85,6 +85,8 @@ pub enum Action {
     Plan(crate::plan::PlanArgs),
     /// Measure this machine: products, optimizer, loading, whole steps, each beside its limit
     Bench(crate::bench::BenchArgs),
+    /// Measure this machine in about a minute and keep the figures, on which plans and studies of runs here rest
+    Calibrate(crate::calibrate::CalibrateArgs),
     #[command(hide = true)]
     Rank(RankArgs),
     #[command(hide = true)]

@@ -6,6 +6,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod choose;
 mod dry;
 mod fault;
@@ -61,6 +62,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
         Some(Action::Config { action: ConfigAction::Show { file, set } }) => print(Config::load(&file, &set)?.to_toml()?),
         Some(Action::Plan(what)) => plan::run(&what).and_then(print),
         Some(Action::Bench(what)) => bench::run(what),
+        Some(Action::Calibrate(args)) => calibrate::run(&args),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),
     }
