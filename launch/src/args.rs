@@ -17,6 +17,7 @@ use std::path::PathBuf;
                   zlaunch -n 2 --dry-run train.toml\n  zlaunch -n 4 -- ./my_trainer --its --args\n  \
                   zlaunch merge out --out merged\n  zlaunch data show train.toml\n  \
                   zlaunch plan examples/train70b.toml --machine 2xMI300X\n  \
+                  zlaunch scale train.toml --machine H100x8 --nodes 1,2,...,64 --sweep zero.stage=0,3 --out study\n  \
                   zlaunch bench step -n 2 train.toml\n\n\
                   Ctrl-C ends the run after the current step, with a checkpoint; a second one at once.\n\
                   Exit code: 0 done, 2 wrong input, else that of the rank that failed (128 + signal)."
@@ -87,6 +88,8 @@ pub enum Action {
     Bench(crate::bench::BenchArgs),
     /// Measure this machine in about a minute and keep the figures, on which plans and studies of runs here rest
     Calibrate(crate::calibrate::CalibrateArgs),
+    /// Study a configuration over many sizes and choices: a table and a report with charts
+    Scale(crate::scale::ScaleArgs),
     #[command(hide = true)]
     Rank(RankArgs),
     #[command(hide = true)]

@@ -7,6 +7,7 @@
 mod args;
 mod bench;
 mod calibrate;
+mod chart;
 mod choose;
 mod dry;
 mod fault;
@@ -17,6 +18,7 @@ mod oom;
 mod plan;
 mod proc;
 mod rank;
+mod scale;
 mod screen;
 mod spawn;
 mod supervise;
@@ -63,6 +65,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
         Some(Action::Plan(what)) => plan::run(&what).and_then(print),
         Some(Action::Bench(what)) => bench::run(what),
         Some(Action::Calibrate(args)) => calibrate::run(&args),
+        Some(Action::Scale(args)) => scale::run(&args),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),
     }
