@@ -3,6 +3,8 @@
 //! their crates (`matmul_rate`, `attention_rate`, `collective_rate`).
 #![forbid(unsafe_code)]
 
+pub mod validation;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
