@@ -7,7 +7,7 @@
 //! unless there is an error to tell.
 
 use crate::ops::{SUM_SQUARES_CHUNK, SUM_SQUARES_NODES};
-use crate::{AdamW, Attention, DType, Dropout, Error, LoraBackward, LoraForward, Result, View, ViewMut, Weight, Write};
+use crate::{AdamW, AdaptedLinear, Attention, DType, Dropout, Error, LoraBackward, LoraForward, Result, View, ViewMut, Weight, Write};
 
 /// A gradient that may be left out, and how it is written.
 type Gradient<'a> = Option<(&'a ViewMut, Write)>;
@@ -280,6 +280,23 @@ pub fn lora(
         }
     }
     Ok(())
+}
+
+/// Check of [`crate::Ops::adapted_linear`], where layer and adapter are one sum that needs no place of its own.
+pub fn adapted_linear(
+    layers: &[AdaptedLinear],
+    x: &View,
+    dropout: Option<Dropout>,
+    tokens: usize,
+    inputs: usize,
+    workspace: &View,
+    needed_bytes: usize,
+) -> Result<()> {
+    for l in layers {
+        linear(&l.y, x, &l.w, l.bias.as_ref(), tokens, inputs, l.lora.outputs)?;
+    }
+    let direct = |l: &AdaptedLinear| LoraForward { y: l.y.clone(), ..l.lora.clone() };
+    lora(&layers.iter().map(direct).collect::<Vec<_>>(), x, dropout, tokens, inputs, workspace, needed_bytes)
 }
 
 /// Check of [`crate::Ops::lora_backward`].

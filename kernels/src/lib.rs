@@ -29,4 +29,4 @@ pub use device::{Device, DeviceInfo, Event, HostTask, Readback, Stream};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use memory::{Buffer, Category, MemoryUse, Place, View, ViewMut};
-pub use ops::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Weight, Write};
+pub use ops::{AdamW, AdaptedLinear, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Weight, Write};

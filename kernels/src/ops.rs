@@ -113,6 +113,21 @@ pub struct LoraBackward {
     pub site: u32,
 }
 
+/// A frozen layer and its adapter: one of [`Ops::adapted_linear`].
+#[derive(Clone, Debug)]
+pub struct AdaptedLinear {
+    /// `[N, O]` float: the output.
+    pub y: ViewMut,
+    /// How it is written.
+    pub write: Write,
+    /// `[O, I]`.
+    pub w: Weight,
+    /// `[O]`.
+    pub bias: Option<View>,
+    /// The adapter. Its `y` is a place for the sum until it is rounded, best f32, or the output itself.
+    pub lora: LoraForward,
+}
+
 /// Hyper-parameters of one AdamW update (Loshchilov & Hutter 2019, as `torch.optim.AdamW` computes it).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
@@ -302,6 +317,37 @@ pub trait Ops: Send + Sync {
         s: &dyn Stream,
     ) -> Result<()>;
 
+    /// Layers that share `x [N,I]`, with their adapters: `y = x W^T + bias + scale * drop(x) A^T B^T`, set or added, and each adapter's `t`.
+    /// Devices that can sum both products at once round once and need no place for the sum; the rest compose [`Ops::linear`] and
+    /// [`Ops::lora`].
+    fn adapted_linear(
+        &self,
+        layers: &[AdaptedLinear],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()> {
+        composed::adapted_linear(self, layers, x, dropout, tokens, inputs, workspace, s)
+    }
+    /// Gradients of [`Ops::adapted_linear`]: `dx = sum of dy W + drop'(dt A)` over the layers, set or added, and those of the adapters
+    /// as [`Ops::lora_backward`] gives them.
+    fn adapted_linear_backward(
+        &self,
+        dx: Option<(&ViewMut, Write)>,
+        layers: &[(Weight, LoraBackward)],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()> {
+        composed::adapted_linear_backward(self, dx, layers, x, dropout, tokens, inputs, workspace, s)
+    }
+
     /// Rotary embedding (Su et al. 2021), in place, rotate-half layout: dimension `i` pairs with `i + D/2`.
     /// `x [N, heads*D]` float, `table [P, D]` f32: row p holds `D/2` cosines, then `D/2` sines; `positions [N]` i32 in `0..P`.
     fn rope(&self, x: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, s: &dyn Stream) -> Result<()>;
@@ -416,4 +462,64 @@ pub trait Ops: Send + Sync {
         hp: AdamW,
         s: &dyn Stream,
     ) -> Result<()>;
+}
+
+/// Operations made of others, for devices that have nothing better.
+pub mod composed {
+    use super::*;
+
+    /// [`Ops::adapted_linear`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn adapted_linear<O: Ops + ?Sized>(
+        ops: &O,
+        layers: &[AdaptedLinear],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()> {
+        for l in layers {
+            let write = if apart(l) { Write::Set } else { l.write };
+            ops.linear(&l.lora.y, write, x, &l.w, l.bias.as_ref(), tokens, inputs, l.lora.outputs, s)?;
+        }
+        let adapters: Vec<LoraForward> = layers.iter().map(|l| l.lora.clone()).collect();
+        ops.lora(&adapters, x, dropout, tokens, inputs, workspace, s)?;
+        for l in layers.iter().filter(|l| apart(l)) {
+            match l.write {
+                Write::Set => ops.cast(&l.y, &l.lora.y, s)?,
+                Write::Add => ops.add_into(&l.y, &l.lora.y, s)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the sum stands in a place of its own.
+    fn apart(l: &AdaptedLinear) -> bool {
+        l.lora.y.span() != l.y.span()
+    }
+
+    /// [`Ops::adapted_linear_backward`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn adapted_linear_backward<O: Ops + ?Sized>(
+        ops: &O,
+        dx: Option<(&ViewMut, Write)>,
+        layers: &[(Weight, LoraBackward)],
+        x: &View,
+        dropout: Option<Dropout>,
+        tokens: usize,
+        inputs: usize,
+        workspace: &ViewMut,
+        s: &dyn Stream,
+    ) -> Result<()> {
+        if let Some((dx, write)) = dx {
+            for (i, (w, ad)) in layers.iter().enumerate() {
+                let write = if i == 0 { write } else { Write::Add };
+                ops.linear_backward(Some((dx, write)), None, None, &ad.dy, None, w, tokens, inputs, ad.outputs, workspace, s)?;
+            }
+        }
+        let adapters: Vec<LoraBackward> = layers.iter().map(|l| l.1.clone()).collect();
+        ops.lora_backward(dx.map(|d| d.0), &adapters, x, dropout, tokens, inputs, workspace, s)
+    }
 }

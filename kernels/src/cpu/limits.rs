@@ -4,7 +4,7 @@
 
 use super::elementwise::{blocks, for_each_item};
 #[cfg(target_arch = "x86_64")]
-use super::matmul::amx::tile::{Rows, SIDE, STEP, STEP_ELEMS, Tiles, product};
+use super::matmul::amx::tile::{self, SIDE, STEP, STEP_ELEMS, Tiles};
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
 #[cfg(target_arch = "x86_64")]
@@ -55,14 +55,15 @@ fn pairs(s: Avx512Bf16, rounds: usize) -> (f32, usize) {
 /// The processor has AMX, and this process may use it.
 #[cfg(target_arch = "x86_64")]
 unsafe fn tiles(rounds: usize) -> (f32, usize) {
-    const STEPS: usize = 16;
-    let (a, b, mut c) = (vec![0u32; SIDE * 16], vec![0u32; STEPS * STEP_ELEMS], vec![0f32; SIDE * SIDE]);
-    let rows = Rows { base: a.as_ptr().cast(), row_bytes: 64, half_bytes: 16 * 64, step_bytes: 0 };
-    // SAFETY: AMX by contract; one step of A is used again and again, B holds all steps, C the sums.
+    const STEPS: usize = 8;
+    let (a, b, mut c) = (vec![0u32; STEPS * STEP_ELEMS], vec![0u32; STEPS * STEP_ELEMS], vec![0f32; SIDE * SIDE]);
+    // SAFETY: AMX by contract; A and B hold all steps, C the sums.
     unsafe {
         let configured = Tiles::configure();
         for _ in 0..rounds {
-            product(&configured, STEPS, rows, b.as_ptr().cast(), c.as_mut_ptr(), true);
+            tile::begin(&configured, c.as_ptr(), true);
+            tile::multiply(&configured, STEPS, a.as_ptr().cast(), b.as_ptr().cast());
+            tile::end(&configured, c.as_mut_ptr());
         }
     }
     (c[0], rounds * STEPS * SIDE * SIDE * STEP * 2)

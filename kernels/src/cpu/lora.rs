@@ -106,7 +106,7 @@ pub(super) fn forward_as(
     workspace: &mut [f32],
 ) {
     if let (true, Float::Bf16(x), None) = (split, x, dropout.filter(|d| d.p > 0.0)) {
-        return lora_split::forward(pool, adapters, x, tokens, inputs, workspace);
+        return lora_split::forward(pool, adapters, None, x, tokens, inputs, workspace);
     }
     let ranks: usize = adapters.iter().map(|a| a.rank).sum();
     if let Some(d) = dropout.filter(|d| d.p > 0.0) {
@@ -180,7 +180,8 @@ pub(super) fn backward_as(
     if let (true, Float::Bf16(x), None) = (split, x, dropout.filter(|d| d.p > 0.0))
         && adapters.iter().all(|a| matches!(a.dy, Float::Bf16(_)))
     {
-        return lora_split::backward(pool, dx, adapters, x, tokens, inputs, workspace);
+        let dx = dx.map(|dx| (dx, Write::Add));
+        return lora_split::backward(pool, dx, adapters, None, x, tokens, inputs, workspace);
     }
     let ranks: usize = adapters.iter().map(|a| a.rank).sum();
     let (stacked_a, rest) = workspace.split_at_mut(ranks * inputs);

@@ -7,7 +7,7 @@
 
 use super::float::{Float, FloatMut, bf16_bits};
 use super::lora::{Backward, Forward, product};
-use super::matmul::{Operand, matmul};
+use super::matmul::{MAX_TERMS, Operand, Product, matmul, matmul_terms};
 use super::pool::Pool;
 use super::simd::simd_fn;
 use crate::Write;
@@ -49,21 +49,36 @@ fn take_half<'a>(work: &mut &'a mut [f32], elems: usize) -> &'a mut [bf16] {
 }
 
 simd_fn! {
-    /// The parts of `from [rows, cols]` in rows `stride` apart: the upper at each of the offsets `hi`, the lower at each of `lo`.
-    fn split[S](s: S, out: &mut [bf16], stride: usize, hi: &[usize], lo: &[usize], from: &[f32], rows: usize, cols: usize) {
+    /// The parts of `factor * from [rows, cols]` in rows `stride` apart: the upper at each of the offsets `hi`, the lower at each of `lo`.
+    fn split[S](s: S, out: &mut [bf16], stride: usize, hi: &[usize], lo: &[usize], factor: f32, from: &[f32], rows: usize, cols: usize) {
         let _ = s;
         for r in 0..rows {
             let from = &from[r * cols..][..cols];
             for h in hi {
                 for (o, v) in out[r * stride + h..][..cols].iter_mut().zip(from) {
-                    *o = bf16::from_bits(bf16_bits(*v));
+                    *o = bf16::from_bits(bf16_bits(factor * *v));
                 }
             }
             for l in lo {
                 for (o, v) in out[r * stride + l..][..cols].iter_mut().zip(from) {
-                    let upper = f32::from_bits(u32::from(bf16_bits(*v)) << 16);
-                    *o = bf16::from_bits(bf16_bits(*v - upper));
+                    let v = factor * *v;
+                    let upper = f32::from_bits(u32::from(bf16_bits(v)) << 16);
+                    *o = bf16::from_bits(bf16_bits(v - upper));
                 }
+            }
+        }
+    }
+}
+
+simd_fn! {
+    /// `out [cols, rows]` receives the sum of the parts of `from`: its rows from 0 and from `rows` on, transposed.
+    fn fold_transposed[S](s: S, out: &mut [f32], write: Write, from: &[f32], rows: usize, cols: usize) {
+        let _ = s;
+        let (hi, lo) = from.split_at(rows * cols);
+        for (c, out) in out[..rows * cols].chunks_exact_mut(rows.max(1)).enumerate() {
+            for (r, o) in out.iter_mut().enumerate() {
+                let v = hi[r * cols + c] + lo[r * cols + c];
+                *o = if matches!(write, Write::Add) { *o + v } else { v };
             }
         }
     }
@@ -82,38 +97,85 @@ simd_fn! {
     }
 }
 
-/// As [`super::lora::forward`] without dropout, of bf16 `x`.
-pub fn forward(pool: &Pool, adapters: &mut [Forward<'_>], x: &[bf16], tokens: usize, inputs: usize, mut work: &mut [f32]) {
+/// The frozen layer of an adapter: its weight `[O,I]`, its bias `[O]`, and how the sum of both is written.
+#[derive(Clone, Copy)]
+pub struct Base<'a> {
+    /// `[O, I]`.
+    pub w: &'a [bf16],
+    /// `[O]`.
+    pub bias: Option<Float<'a>>,
+    /// How `y` is written.
+    pub write: Write,
+}
+
+/// As [`super::lora::forward`] without dropout, of bf16 `x`. With `bases`, one for each adapter, `y` receives layer and adapter in one sum.
+pub fn forward(
+    pool: &Pool,
+    adapters: &mut [Forward<'_>],
+    bases: Option<&[Base<'_>]>,
+    x: &[bf16],
+    tokens: usize,
+    inputs: usize,
+    mut work: &mut [f32],
+) {
     let isa = pool.isa();
     let ranks = adapters.iter().map(|a| a.rank).sum::<usize>();
     // [2 sum R, I] and [N, 2 sum R], upper parts first.
     let (a2, t2) = (take_half(&mut work, 2 * ranks * inputs), take(&mut work, 2 * tokens * ranks));
     let mut top = 0;
     for adapter in adapters.iter() {
-        split(isa, &mut a2[top * inputs..], inputs, &[0], &[ranks * inputs], adapter.a, adapter.rank, inputs);
+        split(isa, &mut a2[top * inputs..], inputs, &[0], &[ranks * inputs], 1.0, adapter.a, adapter.rank, inputs);
         top += adapter.rank;
     }
     let (x, a) = (Operand::k_inner(Float::Bf16(x), inputs), Operand::k_inner(Float::Bf16(a2), inputs));
     matmul(pool, FloatMut::F32(t2), 2 * ranks, x, a, product(tokens, 2 * ranks, inputs, 1.0, Write::Set));
     let mut left = 0;
-    for adapter in adapters.iter_mut() {
+    for (i, adapter) in adapters.iter_mut().enumerate() {
         let (r, o) = (adapter.rank, adapter.outputs);
         fold(isa, adapter.t, Write::Set, &t2[left..], 2 * ranks, ranks, tokens, r);
         let mut rest = &mut *work;
         let (t3, b3) = (take_half(&mut rest, 3 * tokens * r), take_half(&mut rest, 3 * o * r));
-        split(isa, t3, 3 * r, &[0, 2 * r], &[r], adapter.t, tokens, r);
-        split(isa, b3, 3 * r, &[0, r], &[2 * r], adapter.b, o, r);
-        let (t, b) = (Operand::k_inner(Float::Bf16(t3), 3 * r), Operand::k_inner(Float::Bf16(b3), 3 * r));
-        matmul(pool, adapter.y.reborrow(), o, t, b, product(tokens, o, 3 * r, adapter.scale, Write::Add));
+        split(isa, t3, 3 * r, &[0, 2 * r], &[r], adapter.scale, adapter.t, tokens, r);
+        split(isa, b3, 3 * r, &[0, r], &[2 * r], 1.0, adapter.b, o, r);
+        let low_rank = (Operand::k_inner(Float::Bf16(t3), 3 * r), Operand::k_inner(Float::Bf16(b3), 3 * r), 3 * r);
+        let y = adapter.y.reborrow();
+        match bases.map(|b| b[i]) {
+            None => sum(pool, y, o, &[low_rank], product(tokens, o, 0, 1.0, Write::Add)),
+            Some(base) => {
+                let w = Operand::k_inner(Float::Bf16(base.w), inputs);
+                let p = Product { bias: base.bias, ..product(tokens, o, 0, 1.0, base.write) };
+                sum(pool, y, o, &[(x, w, inputs), low_rank], p);
+            }
+        }
         left += r;
     }
 }
 
-/// As [`super::lora::backward`] without dropout, of bf16 `x` and `dy`.
+/// [`matmul_terms`] of either type of result.
+fn sum(pool: &Pool, c: FloatMut<'_>, stride: usize, terms: &[(Operand<'_>, Operand<'_>, usize)], p: Product<'_>) {
+    if !pool.isa().has_tiles() {
+        // Tests run this path on any machine: one product after the other.
+        let mut c = c;
+        for (i, (a, b, k)) in terms.iter().enumerate() {
+            let p = if i == 0 { Product { k: *k, ..p } } else { Product { k: *k, bias: None, write: Write::Add, ..p } };
+            matmul(pool, c.reborrow(), stride, *a, *b, p);
+        }
+        return;
+    }
+    match c {
+        FloatMut::F32(c) => matmul_terms(pool, c, stride, terms, p),
+        FloatMut::Bf16(c) => matmul_terms(pool, c, stride, terms, p),
+    }
+}
+
+/// As [`super::lora::backward`] without dropout, of bf16 `x` and `dy`. With `weights`, one `[O,I]` for each adapter (at most
+/// [`MAX_LAYERS`]), `dx` receives the gradients through layers and adapters in one sum.
+#[allow(clippy::too_many_arguments)]
 pub fn backward(
     pool: &Pool,
-    dx: Option<FloatMut<'_>>,
+    dx: Option<(FloatMut<'_>, Write)>,
     adapters: &mut [Backward<'_>],
+    weights: Option<&[&[bf16]]>,
     x: &[bf16],
     tokens: usize,
     inputs: usize,
@@ -128,16 +190,17 @@ pub fn backward(
         let (r, o, dy) = (adapter.rank, adapter.outputs, adapter.dy);
         let mut rest = &mut *work;
         let (t2, db2) = (take_half(&mut rest, 2 * tokens * r), take(&mut rest, 2 * o * r));
-        split(isa, t2, 2 * r, &[0], &[r], adapter.t, tokens, r);
-        let (rows, cols) = (Operand::k_outer(dy, o), Operand::k_outer(Float::Bf16(t2), 2 * r));
-        matmul(pool, FloatMut::F32(db2), 2 * r, rows, cols, product(o, 2 * r, tokens, adapter.scale, Write::Set));
-        fold(isa, adapter.db, adapter.write, db2, 2 * r, r, o, r);
+        split(isa, t2, 2 * r, &[0], &[r], 1.0, adapter.t, tokens, r);
+        // dB^T = t^T dy: dy, the larger, is packed as it lies.
+        let (rows, cols) = (Operand::k_outer(Float::Bf16(t2), 2 * r), Operand::k_outer(dy, o));
+        matmul(pool, FloatMut::F32(db2), o, rows, cols, product(2 * r, o, tokens, adapter.scale, Write::Set));
+        fold_transposed(isa, adapter.db, adapter.write, db2, r, o);
         let (b2, dt2, dt) = (take_half(&mut rest, 2 * o * r), take(&mut rest, 2 * tokens * r), take(&mut rest, tokens * r));
-        split(isa, b2, 2 * r, &[0], &[r], adapter.b, o, r);
+        split(isa, b2, 2 * r, &[0], &[r], 1.0, adapter.b, o, r);
         let (rows, cols) = (Operand::k_inner(dy, o), Operand::k_outer(Float::Bf16(b2), 2 * r));
         matmul(pool, FloatMut::F32(dt2), 2 * r, rows, cols, product(tokens, 2 * r, o, adapter.scale, Write::Set));
         fold(isa, dt, Write::Set, dt2, 2 * r, r, tokens, r);
-        split(isa, &mut dt3[left..], 3 * ranks, &[0, 2 * ranks], &[ranks], dt, tokens, r);
+        split(isa, &mut dt3[left..], 3 * ranks, &[0, 2 * ranks], &[ranks], 1.0, dt, tokens, r);
         left += r;
     }
     let (da2, a3) = (take(&mut work, 2 * ranks * inputs), take_half(&mut work, 3 * ranks * inputs));
@@ -147,11 +210,19 @@ pub fn backward(
     for adapter in adapters.iter_mut() {
         let (r, at) = (adapter.rank, top * inputs);
         fold(isa, adapter.da, adapter.write, &da2[at..], inputs, ranks * inputs, r, inputs);
-        split(isa, &mut a3[at..], inputs, &[0, ranks * inputs], &[2 * ranks * inputs], adapter.a, r, inputs);
+        split(isa, &mut a3[at..], inputs, &[0, ranks * inputs], &[2 * ranks * inputs], 1.0, adapter.a, r, inputs);
         top += r;
     }
-    if let Some(dx) = dx {
-        let (rows, cols) = (Operand::k_inner(Float::Bf16(dt3), 3 * ranks), Operand::k_outer(Float::Bf16(a3), inputs));
-        matmul(pool, dx, inputs, rows, cols, product(tokens, inputs, 3 * ranks, 1.0, Write::Add));
+    let Some((dx, write)) = dx else { return };
+    let low_rank = (Operand::k_inner(Float::Bf16(dt3), 3 * ranks), Operand::k_outer(Float::Bf16(a3), inputs), 3 * ranks);
+    let mut terms = [low_rank; MAX_TERMS];
+    let layers = weights.map_or(0, <[_]>::len);
+    for ((term, w), adapter) in terms.iter_mut().zip(weights.unwrap_or_default()).zip(adapters.iter()) {
+        let o = adapter.outputs;
+        *term = (Operand::k_inner(adapter.dy, o), Operand::k_outer(Float::Bf16(w), inputs), o);
     }
+    sum(pool, dx, inputs, &terms[..=layers], product(tokens, inputs, 0, 1.0, write));
 }
+
+/// Layers of one [`backward`].
+pub const MAX_LAYERS: usize = MAX_TERMS - 1;

@@ -3,8 +3,11 @@
 //! An operation is cut into items that write disjoint outputs, each in a fixed order, so a result never depends on which
 //! thread ran what or on how many there are. Packing scratch belongs to the threads and is allocated once, here: operations
 //! themselves never allocate. Streams may share a pool; their items interleave. Items must not start other items.
+#![allow(unsafe_code)]
 
+use super::heap::Pages;
 use super::simd::Isa;
+use crate::memory::Mapping;
 use crate::{Error, Result};
 use rayon::prelude::*;
 use std::sync::{Arc, Mutex};
@@ -12,10 +15,16 @@ use std::sync::{Arc, Mutex};
 /// `f32` elements of scratch that every item of [`Pool::for_each_scratch`] may use.
 pub const SCRATCH_ELEMS: usize = 640 * 1024;
 
-/// One cache line, so that scratch is aligned for every vector width.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C, align(64))]
-struct Line([f32; 16]);
+/// The scratch of one thread, on huge pages: what is packed there is read many times, and should neither miss in the table of pages
+/// nor fall on few sets of the caches.
+struct Scratch(Pages);
+
+impl Scratch {
+    fn elems(&mut self) -> &mut [f32] {
+        // SAFETY: mapped for so many bytes and aligned to a page; borrowed as this is.
+        unsafe { std::slice::from_raw_parts_mut(self.0.base().cast(), SCRATCH_ELEMS) }
+    }
+}
 
 /// One per worker and one for the calling thread; without workers only the latter.
 fn scratch_slots(threads: usize) -> usize {
@@ -33,7 +42,7 @@ pub struct Pool {
     threads: usize,
     isa: Isa,
     /// One per worker and one for the calling thread.
-    scratch: Vec<Mutex<Box<[Line]>>>,
+    scratch: Vec<Mutex<Scratch>>,
 }
 
 impl Pool {
@@ -57,8 +66,8 @@ impl Pool {
             }
         };
         let slots = scratch_slots(threads);
-        let line = Line([0.0; 16]);
-        let scratch = (0..slots).map(|_| Mutex::new(vec![line; SCRATCH_ELEMS / 16].into_boxed_slice())).collect();
+        let one = || Ok(Mutex::new(Scratch(Pages::map("scratch of a thread", SCRATCH_ELEMS * size_of::<f32>(), false)?)));
+        let scratch = (0..slots).map(|_| one()).collect::<Result<_>>()?;
         Ok(Arc::new(Pool { workers, threads, isa, scratch }))
     }
 
@@ -89,8 +98,8 @@ impl Pool {
     pub fn for_each_scratch(&self, items: usize, work: impl Fn(usize, &mut [f32]) + Sync + Send) {
         self.for_each(items, |item| {
             let own = rayon_index(&self.workers).unwrap_or(self.scratch.len() - 1);
-            let mut lines = self.scratch[own].lock().unwrap_or_else(|e| e.into_inner());
-            work(item, bytemuck::cast_slice_mut(&mut lines[..]));
+            let mut scratch = self.scratch[own].lock().unwrap_or_else(|e| e.into_inner());
+            work(item, scratch.elems());
         });
     }
 }

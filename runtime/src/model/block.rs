@@ -9,7 +9,7 @@
 use crate::error::Result;
 use crate::model::{Batch, BatchShape, Cx, Grads, Params, TensorSpec, VisitSpec};
 use crate::plan::{Init, ParamKind, ParamSpec};
-use zrt_kernels::{Attention, DType, LoraBackward, LoraForward, OpShape, Ops, View, ViewMut, Write};
+use zrt_kernels::{AdaptedLinear, Attention, DType, LoraBackward, LoraForward, OpShape, Ops, View, ViewMut, Write};
 
 /// One linear layer of a block: its base weight, bias, and adapter, as indices into the unit's parameters.
 #[derive(Clone, Debug)]
@@ -254,26 +254,36 @@ impl Block {
         batch: &Batch,
     ) -> Result<()> {
         let n = batch.ids.elems();
-        let apart = self.sums_apart(x.dtype()) && layers.iter().any(|l| l.0.adapter.is_some());
-        let mut at = 0;
-        let mut outputs = Vec::with_capacity(layers.len());
+        let (mut at, mut adapted) = (0, Vec::with_capacity(layers.len()));
         for (l, y) in layers {
-            let sum = if apart { cx.scratch[scratch::SUM].slice(at, n * l.outputs)? } else { (*y).clone() };
+            let Some(ad) = &l.adapter else {
+                self.linear(cx, w, l, y, write, x, n)?;
+                continue;
+            };
+            let sum = if self.sums_apart(x.dtype()) { cx.scratch[scratch::SUM].slice(at, n * l.outputs)? } else { (*y).clone() };
             at += n * l.outputs;
-            self.linear(cx, w, l, &sum, if apart { Write::Set } else { write }, x, n)?;
-            outputs.push(sum);
+            adapted.push(AdaptedLinear {
+                y: (*y).clone(),
+                write,
+                w: w.get(0, l.weight)?.clone().into(),
+                bias: l.bias.map(|b| w.get(0, b).cloned()).transpose()?,
+                lora: LoraForward {
+                    y: sum,
+                    t: acts[ad.t].clone(),
+                    a: w.get(0, ad.a)?.clone(),
+                    b: w.get(0, ad.b)?.clone(),
+                    scale: ad.scale,
+                    outputs: l.outputs,
+                    rank: ad.rank,
+                    site: ad.site,
+                },
+            });
         }
-        let adapted: Vec<(&Linear, &ViewMut)> = layers.iter().map(|l| l.0).zip(&outputs).collect();
-        self.lora(cx, w, &adapted, x, acts, batch)?;
-        if apart {
-            for ((_, y), sum) in layers.iter().zip(&outputs) {
-                match write {
-                    Write::Set => cx.ops.cast(y, sum, cx.stream)?,
-                    Write::Add => cx.ops.add_into(y, sum, cx.stream)?,
-                }
-            }
+        if adapted.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let dropout = cx.dropout(self.dropout, batch);
+        Ok(cx.ops.adapted_linear(&adapted, x, dropout, n, layers[0].0.inputs, &cx.workspace, cx.stream)?)
     }
 
     /// Turns `d`, the gradient of the block's output, into that of its input (when `want_dx`).
@@ -296,15 +306,12 @@ impl Block {
 
         // MLP half: d [N,C] is the gradient of x2.
         ops.swiglu(h, &acts[act::GATE], &acts[act::UP], s)?;
-        self.linear_backward(cx, w, grads, &self.down, Some((dh, Write::Set)), d, h, n)?;
-        self.lora_backward(cx, w, grads, &[(&self.down, d)], Some(dh), h, acts, batch)?;
+        self.project_backward(cx, w, grads, &[(&self.down, d)], Some(dh), h, acts, batch)?;
         ops.swiglu_backward(&acts[act::GATE], &acts[act::UP], dh, &acts[act::GATE], &acts[act::UP], s)?;
         let (dgate, dup) = (&acts[act::GATE], &acts[act::UP]);
         let n2 = &cx.scratch[scratch::N];
         ops.rmsnorm(n2, &acts[act::RSTD2], &acts[act::X1], w.get(0, self.norm2)?, self.eps, n, c, s)?;
-        self.linear_backward(cx, w, grads, &self.gate, Some((dn, Write::Set)), dgate, n2, n)?;
-        self.linear_backward(cx, w, grads, &self.up, Some((dn, Write::Add)), dup, n2, n)?;
-        self.lora_backward(cx, w, grads, &[(&self.gate, dgate), (&self.up, dup)], Some(dn), n2, acts, batch)?;
+        self.project_backward(cx, w, grads, &[(&self.gate, dgate), (&self.up, dup)], Some(dn), n2, acts, batch)?;
         ops.rmsnorm_backward(
             Some((d, Write::Add)),
             grads.get(0, self.norm2),
@@ -320,8 +327,7 @@ impl Block {
 
         // Attention half: d is the gradient of x1.
         let (dq, dk, dv, d_o) = (&cx.scratch[scratch::DQ], &cx.scratch[scratch::DK], &cx.scratch[scratch::DV], &cx.scratch[scratch::DO]);
-        self.linear_backward(cx, w, grads, &self.o, Some((d_o, Write::Set)), d, &acts[act::O], n)?;
-        self.lora_backward(cx, w, grads, &[(&self.o, d)], Some(d_o), &acts[act::O], acts, batch)?;
+        self.project_backward(cx, w, grads, &[(&self.o, d)], Some(d_o), &acts[act::O], acts, batch)?;
         ops.attention_backward(
             dq,
             dk,
@@ -353,11 +359,7 @@ impl Block {
         let parts = [(&self.q, dq), (&self.k, dk), (&self.v, dv)];
         // Nothing before this block is trained and its own norm is frozen: the chain ends here.
         let chain = want_dx || grads.get(0, self.norm1).is_some();
-        for (i, (l, dz)) in parts.iter().enumerate() {
-            let dx = chain.then_some((dn, if i == 0 { Write::Set } else { Write::Add }));
-            self.linear_backward(cx, w, grads, l, dx, dz, n1, n)?;
-        }
-        self.lora_backward(cx, w, grads, &parts, chain.then_some(dn), n1, acts, batch)?;
+        self.project_backward(cx, w, grads, &parts, chain.then_some(dn), n1, acts, batch)?;
         if chain {
             let dx = want_dx.then_some((d, Write::Add));
             ops.rmsnorm_backward(dx, grads.get(0, self.norm1), dn, x, &acts[act::RSTD1], w.get(0, self.norm1)?, n, c, ws, s)?;
@@ -393,32 +395,9 @@ impl Block {
         Ok(())
     }
 
-    /// The adapters of the layers that share `x`, fused.
-    fn lora(&self, cx: &Cx, w: &Params, layers: &[(&Linear, &ViewMut)], x: &View, acts: &[ViewMut], batch: &Batch) -> Result<()> {
-        let mut adapters = Vec::with_capacity(layers.len());
-        for (l, y) in layers {
-            if let Some(ad) = &l.adapter {
-                adapters.push(LoraForward {
-                    y: (*y).clone(),
-                    t: acts[ad.t].clone(),
-                    a: w.get(0, ad.a)?.clone(),
-                    b: w.get(0, ad.b)?.clone(),
-                    scale: ad.scale,
-                    outputs: l.outputs,
-                    rank: ad.rank,
-                    site: ad.site,
-                });
-            }
-        }
-        if !adapters.is_empty() {
-            let dropout = cx.dropout(self.dropout, batch);
-            cx.ops.lora(&adapters, x, dropout, batch.ids.elems(), layers[0].0.inputs, &cx.workspace, cx.stream)?;
-        }
-        Ok(())
-    }
-
+    /// Gradients of [`Block::project`]: `dx`, if it is asked for, is set.
     #[allow(clippy::too_many_arguments)]
-    fn lora_backward(
+    fn project_backward(
         &self,
         cx: &Cx,
         w: &Params,
@@ -429,12 +408,15 @@ impl Block {
         acts: &[ViewMut],
         batch: &Batch,
     ) -> Result<()> {
-        let mut adapters = Vec::with_capacity(layers.len());
+        let n = batch.ids.elems();
+        let (mut adapted, mut write) = (Vec::with_capacity(layers.len()), Write::Set);
         for (l, dy) in layers {
             if let Some(ad) = &l.adapter
                 && let (Some((da, write)), Some((db, _))) = (grads.get(0, ad.a), grads.get(0, ad.b))
             {
-                adapters.push(LoraBackward {
+                // Of the layer itself, if it is trained too.
+                self.linear_backward(cx, w, grads, l, None, dy, x, n)?;
+                let lora = LoraBackward {
                     da: da.clone(),
                     db: db.clone(),
                     write,
@@ -446,13 +428,18 @@ impl Block {
                     outputs: l.outputs,
                     rank: ad.rank,
                     site: ad.site,
-                });
+                };
+                adapted.push((w.get(0, l.weight)?.clone().into(), lora));
+            } else {
+                self.linear_backward(cx, w, grads, l, dx.map(|dx| (dx, write)), dy, x, n)?;
+                write = Write::Add;
             }
         }
-        if !adapters.is_empty() {
-            let dropout = cx.dropout(self.dropout, batch);
-            cx.ops.lora_backward(dx, &adapters, x, dropout, batch.ids.elems(), layers[0].0.inputs, &cx.workspace, cx.stream)?;
+        if adapted.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let dropout = cx.dropout(self.dropout, batch);
+        let dx = dx.map(|dx| (dx, write));
+        Ok(cx.ops.adapted_linear_backward(dx, &adapted, x, dropout, n, layers[0].0.inputs, &cx.workspace, cx.stream)?)
     }
 }

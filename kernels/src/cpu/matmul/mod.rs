@@ -94,13 +94,40 @@ fn by_level<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b:
         (Level::Amx, Float::Bf16(x), Float::Bf16(y)) => {
             if let Some(c) = checked(c, stride, &a, &b, &p) {
                 // SAFETY: an `Isa` of this level exists only where the unit was detected; operands are checked.
-                unsafe { amx::blocks(pool, c, stride, (a, x), (b, y), p) }
+                unsafe { amx::blocks(pool, c, stride, &[amx::Term { a, x, b, y, k: p.k }], p) }
             }
         }
         (Level::Avx512Bf16, Float::Bf16(_), Float::Bf16(_)) => blocks::<C, Pairs>(pool, c, stride, a, b, p),
         _ => blocks::<C, Singles>(pool, c, stride, a, b, p),
     }
 }
+
+/// `c [m,n] = sum of a b over `terms` + bias (+ c)` of bf16 operands on tiles, with one rounding; a term is (a, b, length of its sums),
+/// `p.k` is not read. Panics where there are no tiles, or an operand is shorter than its shape.
+pub fn matmul_terms<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, terms: &[(Operand<'_>, Operand<'_>, usize)], p: Product<'_>) {
+    assert!(pool.isa().has_tiles(), "matmul_terms: no tiles on {}", pool.isa().name());
+    #[cfg(target_arch = "x86_64")]
+    {
+        assert!(terms.len() <= MAX_TERMS, "matmul_terms: {} terms, at most {MAX_TERMS}", terms.len());
+        let mut all = [amx::Term::EMPTY; MAX_TERMS];
+        for (term, (a, b, k)) in all.iter_mut().zip(terms) {
+            let (Float::Bf16(x), Float::Bf16(y)) = (a.data, b.data) else { panic!("matmul_terms: operands are not bf16") };
+            a.check("a", p.m, *k);
+            b.check("b", p.n, *k);
+            *term = amx::Term { a: *a, x, b: *b, y, k: *k };
+        }
+        let Some((a, b, k)) = terms.first() else { return };
+        if let Some(c) = checked(c, stride, a, b, &Product { k: *k, ..p }) {
+            // SAFETY: an `Isa` with tiles exists only where the unit was detected; operands are checked.
+            unsafe { amx::blocks(pool, c, stride, &all[..terms.len()], p) }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (c, stride, terms, p);
+}
+
+/// Products that [`matmul_terms`] sums at most.
+pub const MAX_TERMS: usize = 16;
 
 /// One product, shared by its work items.
 struct Job<'a, C> {

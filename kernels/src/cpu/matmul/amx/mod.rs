@@ -1,9 +1,9 @@
 //! Products of `bf16` on AMX tiles: how a block of the result is computed.
 //!
-//! As in the parent module: blocks of `k` depend on `k` alone and every element is one chain in the order of `k`, so bits depend
-//! neither on items nor on threads. A panel of B (32 columns of a block of `k`) lies in the first-level cache while the panels of A
-//! pass by from the second; rows of A are read where they are unless their distance would put them all into one cache set. Where
-//! one block of `k` is the whole sum, an item takes all rows, and B is packed once per call.
+//! A call sums several products ([`Term`]s, say a layer and its adapter) into one result that is rounded once. Their `k` is cut into
+//! rounds by their lengths alone and every element is one chain in that order, so bits depend neither on items nor on threads. In a
+//! round both operands are packed: as many rows of A as the second-level cache holds, past which the panels of B (32 columns) go. Where
+//! one round is the whole sum, an item takes all rows, B is packed once per call, and sums leave the tiles only to be rounded.
 //!
 //! Nothing here but [`tile`] needs the unit: with its instructions emulated, tests run this very code on any x86-64.
 
@@ -14,116 +14,200 @@ pub(in crate::cpu) mod pack;
 mod tests;
 pub(in crate::cpu) mod tile;
 
-use super::{Finish, Job, Operand, Pool, Product, item_shape, prepare_bias};
+use super::{Finish, Operand, Pool, Product, item_shape, prepare_bias};
 use crate::Write;
-use crate::cpu::float::{Elem, Shared};
-use crate::cpu::simd::simd_fn;
+use crate::cpu::float::{Elem, Float, Shared};
+use crate::cpu::simd::{Simd, simd_fn};
 use half::bf16;
 use std::ops::Range;
-use tile::{Rows, SIDE, STEP, STEP_ELEMS, Tiles};
+use tile::{SIDE, STEP, STEP_ELEMS, Tiles};
 
-/// Values of `k` per block: a panel of B takes 36 KB of the first-level cache's 48.
-const BLOCK_K: usize = 576;
-/// Rows whose sums are kept at once.
-const ITEM_M: usize = 512;
-/// Columns packed at once.
-const ITEM_N: usize = 512;
-
-const PACKED_B: usize = BLOCK_K / STEP * STEP_ELEMS * (ITEM_N / SIDE);
-const PACKED_A: usize = BLOCK_K / STEP * STEP_ELEMS * (ITEM_M / SIDE);
-const SUMS: usize = ITEM_M * ITEM_N;
+/// Steps of a round: 2,048 values of `k`. Sums of a round stay in the tiles.
+const ROUND: usize = 64;
+/// Stretches of a round: from so many terms it takes steps.
+const STRETCHES: usize = 8;
+/// Elements of packed B: 8 panels of a whole round, more of a short one.
+const PACKED_B: usize = 8 * ROUND * STEP_ELEMS;
+/// Elements of packed A: what stays in the second-level cache while panels of B pass by.
+const PACKED_A: usize = 8 * ROUND * STEP_ELEMS;
+/// Rows and columns whose sums are kept from round to round.
+const KEPT: usize = 256;
+const SUMS: usize = KEPT * KEPT;
+/// Columns whose bias is kept.
+const ITEM_N: usize = 1024;
 /// Elements of one block of sums.
 const BLOCK: usize = SIDE * SIDE;
 const _: () = assert!(PACKED_B + PACKED_A + SUMS + ITEM_N <= crate::cpu::pool::SCRATCH_ELEMS);
 
-/// `c = alpha * a b + bias (+ c)` of `bf16` operands, whose data are `x` and `y`.
+/// One of the products that a call sums: `a [m,k] b [k,n]`, with the data of both.
+#[derive(Clone, Copy)]
+pub struct Term<'a> {
+    /// Rows.
+    pub a: Operand<'a>,
+    /// Its data.
+    pub x: &'a [bf16],
+    /// Columns.
+    pub b: Operand<'a>,
+    /// Its data.
+    pub y: &'a [bf16],
+    /// Length of its sums.
+    pub k: usize,
+}
+
+impl Term<'_> {
+    /// A term without values.
+    pub const EMPTY: Term<'static> = {
+        let none = Operand { data: Float::Bf16(&[]), stride: 0, k_contiguous: true };
+        Term { a: none, x: &[], b: none, y: &[], k: 0 }
+    };
+}
+
+/// What a round takes of one term.
+#[derive(Clone, Copy, Default)]
+struct Stretch {
+    term: usize,
+    start: usize,
+    end: usize,
+    /// Steps before it in the round.
+    before: usize,
+}
+
+impl Stretch {
+    fn ks(&self) -> Range<usize> {
+        self.start..self.end
+    }
+
+    fn steps(&self) -> usize {
+        (self.end - self.start).div_ceil(STEP)
+    }
+}
+
+/// Cuts the `k` of all terms into rounds of about the same number of steps.
+struct Rounds {
+    /// Rounds.
+    count: usize,
+    /// Steps of a round, but for the last.
+    steps: usize,
+    term: usize,
+    k: usize,
+}
+
+impl Rounds {
+    fn new(terms: &[Term<'_>]) -> Rounds {
+        let steps: usize = terms.iter().map(|t| t.k.div_ceil(STEP)).sum();
+        let count = steps.div_ceil(ROUND).max(terms.len().div_ceil(STRETCHES)).max(1);
+        Rounds { count, steps: steps.div_ceil(count), term: 0, k: 0 }
+    }
+
+    /// The stretches of the next round and their number.
+    fn next(&mut self, terms: &[Term<'_>]) -> ([Stretch; STRETCHES], usize) {
+        let (mut out, mut count, mut before) = ([Stretch::default(); STRETCHES], 0, 0);
+        while count < STRETCHES && before < self.steps && self.term < terms.len() {
+            let (start, k) = (self.k, terms[self.term].k);
+            let end = k.min(start + (self.steps - before) * STEP);
+            if start < end {
+                out[count] = Stretch { term: self.term, start, end, before };
+                before += out[count].steps();
+                count += 1;
+            }
+            (self.term, self.k) = if end == k { (self.term + 1, 0) } else { (self.term, end) };
+        }
+        (out, count)
+    }
+}
+
+/// One call, shared by its work items.
+struct Call<'a, C> {
+    c: Shared<'a, C>,
+    stride: usize,
+    terms: &'a [Term<'a>],
+    p: Product<'a>,
+}
+
+/// `c = alpha * sum of a b over all terms + bias (+ c)`; `p.k` is not read.
 ///
 /// # Safety
 /// [`tile::detect`] was true. Operands were checked against the shape.
-pub unsafe fn blocks<C: Elem>(
-    pool: &Pool,
-    c: Shared<'_, C>,
-    stride: usize,
-    (a, x): (Operand<'_>, &[bf16]),
-    (b, y): (Operand<'_>, &[bf16]),
-    p: Product<'_>,
-) {
+pub unsafe fn blocks<C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: usize, terms: &[Term<'_>], p: Product<'_>) {
     let (m, n) = (p.m, p.n);
-    let most_rows = if p.k <= BLOCK_K { m.next_multiple_of(SIDE) } else { ITEM_M };
-    let (rows, cols) = item_shape(pool, (m, n), (most_rows, ITEM_N), (SIDE, SIDE));
+    let rounds = Rounds::new(terms);
+    let cols = (PACKED_B / (rounds.steps.max(1) * STEP_ELEMS) * SIDE).min(ITEM_N);
+    let most = if rounds.count == 1 { (m.next_multiple_of(SIDE), cols) } else { (KEPT, cols.min(KEPT)) };
+    let (rows, cols) = item_shape(pool, (m, n), most, (SIDE, SIDE));
     let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
-    let job = Job { c, stride, a, b, p };
+    let call = Call { c, stride, terms, p };
     pool.for_each_scratch(down * across, |item, scratch| {
         let (i, j) = (item / across, item % across);
         let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
-        item_body::<C>(pool.isa(), &job, x, y, rows, cols, scratch);
+        item_body::<C>(pool.isa(), &call, rows, cols, scratch);
     });
-}
-
-/// Whether tiles of A may be read from the operand: rows a multiple of 4 KiB apart share a set of the first-level cache.
-fn readable(a: &Operand<'_>, k: usize) -> bool {
-    a.k_contiguous && k.is_multiple_of(STEP) && !(a.stride * size_of::<bf16>()).is_multiple_of(4096)
 }
 
 simd_fn! {
     /// Computes rows `rows` and columns `cols` of the result.
-    fn item_body[S, C: Elem](
-        s: S,
-        job: &Job<'_, C>,
-        x: &[bf16],
-        y: &[bf16],
-        rows: Range<usize>,
-        cols: Range<usize>,
-        scratch: &mut [f32],
-    ) {
+    fn item_body[S, C: Elem](s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
         let (packed_b, rest) = scratch.split_at_mut(PACKED_B);
         let (packed_a, rest) = rest.split_at_mut(PACKED_A);
         let (sums, bias) = rest.split_at_mut(SUMS);
-        let how = Finish { alpha: job.p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], job.p.bias, &cols), add: job.p.write == Write::Add };
-        let k_blocks = job.p.k.div_ceil(BLOCK_K).max(1);
-        let block_k = job.p.k.div_ceil(k_blocks).next_multiple_of(STEP);
+        let p = &call.p;
+        let how = Finish { alpha: p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], p.bias, &cols), add: p.write == Write::Add };
+        let mut rounds = Rounds::new(call.terms);
         let panels = cols.len().div_ceil(SIDE);
-        assert!(panels * SIDE <= ITEM_N && (k_blocks == 1 || rows.len() <= ITEM_M));
+        assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT && panels * SIDE <= KEPT)));
+        let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
+        // Chunks of about one size.
+        let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
         // SAFETY: the caller of `blocks` saw that the unit is there.
         let tiles = unsafe { Tiles::configure() };
-        for kb in 0..k_blocks {
-            let ks = (kb * block_k).min(job.p.k)..((kb + 1) * block_k).min(job.p.k);
-            let steps = ks.len().div_ceil(STEP);
-            let (first, complete) = (kb == 0, kb + 1 == k_blocks);
-            let readable = readable(&job.a, ks.len());
-            // SAFETY: ranges lie inside the operands; a block fits PACKED_B.
-            unsafe { pack::pack_b(s, packed_b.as_mut_ptr(), y, &job.b, cols.clone(), ks.clone()) };
-            for top in rows.clone().step_by(ITEM_M) {
-                let block = top..(top + ITEM_M).min(rows.end);
+        for round in 0..rounds.count {
+            let (stretches, count) = rounds.next(call.terms);
+            let stretches = &stretches[..count];
+            let steps: usize = stretches.iter().map(Stretch::steps).sum();
+            let (first, complete) = (round == 0, round + 1 == rounds.count);
+            for stretch in stretches {
+                let term = &call.terms[stretch.term];
+                // SAFETY: ranges lie inside the operands; a round fits PACKED_B.
+                unsafe {
+                    let out = packed_b.as_mut_ptr().add(stretch.before * STEP_ELEMS);
+                    pack::pack_b(s, out, steps * STEP_ELEMS, term.y, &term.b, cols.clone(), stretch.ks());
+                }
+            }
+            for top in rows.clone().step_by(chunk) {
+                let block = top..(top + chunk).min(rows.end);
                 for (i, row) in block.clone().step_by(SIDE).enumerate() {
                     let height = SIDE.min(block.end - row);
-                    if !(readable && height == SIDE) {
-                        // SAFETY: as above; 16 panels fit PACKED_A.
-                        unsafe { pack::pack_a(s, packed_a.as_mut_ptr().add(i * steps * STEP_ELEMS), x, &job.a, row..row + height, ks.clone()) };
+                    for stretch in stretches {
+                        let term = &call.terms[stretch.term];
+                        // SAFETY: as above; the panels of a chunk fit PACKED_A.
+                        unsafe {
+                            let out = packed_a.as_mut_ptr().add((i * steps + stretch.before) * STEP_ELEMS);
+                            pack::pack_a(s, out, term.x, &term.a, row..row + height, stretch.ks());
+                        }
                     }
                 }
                 for panel in 0..panels {
                     let (done, width) = (panel * SIDE, SIDE.min(cols.len() - panel * SIDE));
                     for (i, row) in block.clone().step_by(SIDE).enumerate() {
                         let height = SIDE.min(block.end - row);
-                        let a = if readable && height == SIDE {
-                            let row_bytes = job.a.stride * size_of::<bf16>();
-                            let base = x.as_ptr().wrapping_add(row * job.a.stride + ks.start).cast();
-                            Rows { base, row_bytes, half_bytes: SIDE / 2 * row_bytes, step_bytes: 2 * STEP }
-                        } else {
-                            let base = packed_a.as_ptr().wrapping_add(i * steps * STEP_ELEMS).cast();
-                            Rows { base, row_bytes: 2 * STEP, half_bytes: STEP * SIDE, step_bytes: 2 * STEP * SIDE }
-                        };
-                        // SAFETY: rows and panels hold `steps` steps; there is a block of sums per panel of A and B; a block of the result
-                        // is inside c, and items write disjoint ones.
+                        // Complete sums of one round need a place only until they are rounded: one that stays in the first-level cache.
+                        let place = if first && complete { 0 } else { panel * (KEPT / SIDE) + (row - rows.start) / SIDE };
+                        // SAFETY: packed rows and panels hold the steps of the round; there is a block of sums per panel of A and B; a
+                        // block of the result is inside c, and items write disjoint ones.
                         unsafe {
-                            let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast();
-                            let sums = sums.as_mut_ptr().add((panel * (ITEM_M / SIDE) + i) * BLOCK);
-                            tile::product(&tiles, steps, a, b, sums, first);
+                            let sums = sums.as_mut_ptr().add(place * BLOCK);
+                            let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
+                            tile::begin(&tiles, sums, first);
+                            let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
+                            tile::multiply(&tiles, steps, a, b);
+                            tile::end(&tiles, sums);
                             if complete {
-                                let c = job.c.ptr().add(row * job.stride + cols.start + done);
-                                let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
-                                super::tile::finish::<S, C>(s, sums, SIDE, c, job.stride, height, width, how);
+                                let c = call.c.ptr().add(row * call.stride + cols.start + done);
+                                if (height, width, how.alpha) == (SIDE, SIDE, 1.0) && how.bias.is_null() {
+                                    finish_whole::<S, C>(s, sums, c, call.stride, how.add);
+                                } else {
+                                    let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
+                                    super::tile::finish::<S, C>(s, sums, SIDE, c, call.stride, height, width, how);
+                                }
                             }
                         }
                     }
@@ -131,5 +215,24 @@ simd_fn! {
             }
         }
         drop(tiles);
+    }
+}
+
+/// [`super::tile::finish`] of a whole block without bias and factor.
+///
+/// # Safety
+/// `sums` has 1024 elements; `c` is valid for 32 x 32.
+#[inline(always)]
+unsafe fn finish_whole<S: Simd, C: Elem>(s: S, sums: *const f32, c: *mut C, stride: usize, add: bool) {
+    for r in 0..SIDE {
+        let mut j = 0;
+        while j < SIDE {
+            // SAFETY: inside both blocks by contract; 32 columns are whole vectors.
+            unsafe {
+                let (sum, at) = (s.load(sums.add(r * SIDE + j)), c.add(r * stride + j));
+                C::store(s, at, if add { s.add(C::load(s, at), sum) } else { sum });
+            }
+            j += S::LANES;
+        }
     }
 }

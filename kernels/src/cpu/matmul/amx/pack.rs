@@ -13,24 +13,20 @@ use std::ops::Range;
 /// Pairs of a step.
 const PAIRS: usize = STEP / 2;
 
-/// Packs columns `cols` and `k` values `ks` of B, panel after panel.
+/// Packs columns `cols` and `k` values `ks` of B: panels `distance` elements apart.
 ///
 /// # Safety
 /// The ranges lie inside `x`, which is the data of `b`; `out` has room for whole panels and steps.
 #[inline(always)]
-pub unsafe fn pack_b<S: Simd>(s: S, out: *mut f32, x: &[bf16], b: &Operand<'_>, cols: Range<usize>, ks: Range<usize>) {
-    let steps = ks.len().div_ceil(STEP);
+pub unsafe fn pack_b<S: Simd>(s: S, out: *mut f32, distance: usize, x: &[bf16], b: &Operand<'_>, cols: Range<usize>, ks: Range<usize>) {
+    if !b.k_contiguous {
+        // SAFETY: passed on.
+        return unsafe { rows_in_pairs(s, out, distance, x, b.stride, cols, ks) };
+    }
     for (panel, first) in cols.clone().step_by(SIDE).enumerate() {
         let width = SIDE.min(cols.end - first);
-        // SAFETY: a panel has `steps * STEP_ELEMS` elements; sources are inside the operand.
-        unsafe {
-            let panel = out.add(panel * steps * STEP_ELEMS);
-            if b.k_contiguous {
-                columns_of_rows(s, panel, x, b.stride, first, width, ks.clone());
-            } else {
-                rows_in_pairs(s, panel, x, b.stride, first, width, ks.clone());
-            }
-        }
+        // SAFETY: a panel has room for all steps; sources are inside the operand.
+        unsafe { columns_of_rows(s, out.add(panel * distance), x, b.stride, first, width, ks.clone()) };
     }
 }
 
@@ -50,26 +46,26 @@ pub unsafe fn pack_a<S: Simd>(s: S, out: *mut f32, x: &[bf16], a: &Operand<'_>, 
     }
 }
 
-/// A, `k` contiguous: 64 bytes of each row and step.
+/// A, `k` contiguous: 64 bytes of each row and step. Rows are read from end to end: they come from memory, the panel is in a cache.
 #[inline(always)]
 unsafe fn whole_rows(out: *mut bf16, x: &[bf16], stride: usize, rows: Range<usize>, ks: Range<usize>) {
-    for (step, k) in ks.clone().step_by(STEP).enumerate() {
-        let length = STEP.min(ks.end - k);
-        for r in 0..SIDE {
-            // SAFETY: inside the step; sources inside the operand.
-            unsafe {
-                let dst = out.add((step * SIDE + r) * STEP);
-                if r >= rows.len() {
-                    dst.write_bytes(0, STEP);
-                    continue;
-                }
-                let src = x.as_ptr().add((rows.start + r) * stride + k);
-                if length == STEP {
-                    std::ptr::copy_nonoverlapping(src, dst, STEP);
-                } else {
-                    dst.write_bytes(0, STEP);
-                    std::ptr::copy_nonoverlapping(src, dst, length);
-                }
+    let (whole, rest) = (ks.len() / STEP, ks.len() % STEP);
+    for r in 0..SIDE {
+        // SAFETY: inside the steps; sources inside the operand.
+        unsafe {
+            let dst = out.add(r * STEP);
+            if r >= rows.len() {
+                (0..ks.len().div_ceil(STEP)).for_each(|step| dst.add(step * SIDE * STEP).write_bytes(0, STEP));
+                continue;
+            }
+            let src = x.as_ptr().add((rows.start + r) * stride + ks.start);
+            for step in 0..whole {
+                std::ptr::copy_nonoverlapping(src.add(step * STEP), dst.add(step * SIDE * STEP), STEP);
+            }
+            if rest > 0 {
+                let last = dst.add(whole * SIDE * STEP);
+                last.write_bytes(0, STEP);
+                std::ptr::copy_nonoverlapping(src.add(whole * STEP), last, rest);
             }
         }
     }
@@ -97,12 +93,15 @@ unsafe fn pairs_of_row<S: Simd>(s: S, dst: *mut f32, x: &[bf16], stride: usize, 
     }
 }
 
-/// B, columns contiguous: two rows become a row of pairs.
+/// B, columns contiguous: two rows become a row of pairs. Rows are read from end to end, as memory likes it.
 #[inline(always)]
-unsafe fn rows_in_pairs<S: Simd>(s: S, out: *mut f32, x: &[bf16], stride: usize, first: usize, width: usize, ks: Range<usize>) {
+unsafe fn rows_in_pairs<S: Simd>(s: S, out: *mut f32, distance: usize, x: &[bf16], stride: usize, cols: Range<usize>, ks: Range<usize>) {
     for row in 0..ks.len().div_ceil(STEP) * PAIRS {
-        // SAFETY: a row of 32 pairs of the panel.
-        unsafe { pairs_of_row(s, out.add(row * SIDE), x, stride, first, width, ks.start + 2 * row, ks.end) };
+        for (panel, first) in cols.clone().step_by(SIDE).enumerate() {
+            let width = SIDE.min(cols.end - first);
+            // SAFETY: a row of 32 pairs of the panel.
+            unsafe { pairs_of_row(s, out.add(panel * distance + row * SIDE), x, stride, first, width, ks.start + 2 * row, ks.end) };
+        }
     }
 }
 

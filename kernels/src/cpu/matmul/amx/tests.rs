@@ -16,11 +16,11 @@ fn on_tiles(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Oper
     match c {
         FloatMut::F32(c) => unsafe {
             let c = crate::cpu::matmul::checked(c, stride, &a, &b, &p);
-            c.into_iter().for_each(|c| blocks(pool, c, stride, (a, x), (b, y), p))
+            c.into_iter().for_each(|c| blocks(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
         },
         FloatMut::Bf16(c) => unsafe {
             let c = crate::cpu::matmul::checked(c, stride, &a, &b, &p);
-            c.into_iter().for_each(|c| blocks(pool, c, stride, (a, x), (b, y), p))
+            c.into_iter().for_each(|c| blocks(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
         },
     }
 }
@@ -40,7 +40,7 @@ fn every_layout_and_edge() {
             check_with(&pool, half(case(37, 45, 53, bits)), on_tiles);
             check_with(&pool, half(case(5, 3, 1, bits)), on_tiles);
         }
-        // Whole tiles, read in place and packed.
+        // Whole tiles.
         for bits in [0b000, 0b001, 0b010, 0b011, 0b110011] {
             check_with(&pool, half(case(64, 96, 128, bits)), on_tiles);
         }
@@ -61,23 +61,37 @@ fn blocks_of_every_dimension() {
     }
 }
 
-/// A tall operand whose rows are 4 KiB apart is packed; elsewhere whole tiles are read in place. Both must give the same bits.
+/// Terms are summed as if their `k` followed one another: cut at a whole step, they give the bits of the one product.
 #[test]
-fn reading_in_place_and_packing_agree() {
+fn terms_are_one_sum() {
     emulate::install();
     let pool = Pool::new(1).unwrap();
-    let (m, n, k) = (64, 32, 64);
-    let x: Vec<bf16> = (0..m * 2048).map(|i| bf16::from_f32(((i * 37 % 251) as f32 - 125.0) / 64.0)).collect();
-    let near: Vec<bf16> = (0..m).flat_map(|r| x[r * 2048..r * 2048 + k].to_vec()).collect();
-    let w: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32(((i * 53 % 241) as f32 - 120.0) / 64.0)).collect();
-    let p = Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
-    let run = |x: &[bf16], stride| {
-        let mut c = vec![0.0f32; m * n];
-        on_tiles(&pool, FloatMut::F32(&mut c), n, Operand::k_inner(Float::Bf16(x), stride), Operand::k_inner(Float::Bf16(&w), k), p);
-        c
-    };
-    assert!(readable(&Operand::k_inner(Float::Bf16(&near), k), k) && !readable(&Operand::k_inner(Float::Bf16(&x), 2048), k));
-    assert_eq!(run(&x, 2048), run(&near, k));
+    let (m, n) = (70, 40);
+    let make =
+        |elems: usize, by: usize| -> Vec<bf16> { (0..elems).map(|i| bf16::from_f32(((i * by % 251) as f32 - 125.0) / 64.0)).collect() };
+    // One round, one round with short terms, several rounds.
+    for cuts in [vec![64, 37], vec![32, 64, 32, 5], vec![1408, 1408, 96], vec![32; 11]] {
+        let k: usize = cuts.iter().sum();
+        let (x, y) = (make(m * k, 37), make(n * k, 53));
+        let p = Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
+        let mut whole = vec![0.0f32; m * n];
+        let (a, b) = (Operand::k_inner(Float::Bf16(&x), k), Operand::k_inner(Float::Bf16(&y), k));
+        on_tiles(&pool, FloatMut::F32(&mut whole), n, a, b, p);
+        let mut start = 0;
+        let terms: Vec<Term<'_>> = cuts
+            .iter()
+            .map(|len| {
+                let (x, y) = (&x[start..], &y[start..]);
+                start += len;
+                let (a, b) = (Operand::k_inner(Float::Bf16(x), k), Operand::k_inner(Float::Bf16(y), k));
+                Term { a, x, b, y, k: *len }
+            })
+            .collect();
+        let mut parts = vec![0.0f32; m * n];
+        // SAFETY: operands hold what the terms say; the instructions are there or emulated.
+        unsafe { blocks(&pool, Shared::new(&mut parts), n, &terms, p) };
+        assert_eq!(parts, whole, "{cuts:?}");
+    }
 }
 
 /// A row's result depends on neither threads, nor the rows around it, nor how sums are cut into items.

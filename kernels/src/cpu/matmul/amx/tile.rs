@@ -9,7 +9,7 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::marker::PhantomData;
 
-/// Rows and columns of the sums of one [`product`].
+/// Rows and columns of a block of sums.
 pub const SIDE: usize = 32;
 /// Values of `k` per step: a row of a tile is 32 `bf16`.
 pub const STEP: usize = 32;
@@ -77,7 +77,7 @@ fn permitted() -> bool {
     false
 }
 
-/// The tiles of this thread, shaped for [`product`] for as long as this lives (and not to be sent to another).
+/// The tiles of this thread, shaped for [`multiply`] for as long as this lives (and not to be sent to another).
 pub struct Tiles(PhantomData<*const ()>);
 
 impl Tiles {
@@ -97,28 +97,13 @@ impl Drop for Tiles {
     }
 }
 
-/// Where 32 rows of A are: row `r < 16` of step `s` is at `base + r * row_bytes + s * step_bytes`, row `16 + r` is `half_bytes` on.
-#[derive(Clone, Copy)]
-pub struct Rows {
-    /// First row.
-    pub base: *const u8,
-    /// Distance of rows.
-    pub row_bytes: usize,
-    /// Distance of the two halves.
-    pub half_bytes: usize,
-    /// Distance of steps.
-    pub step_bytes: usize,
-}
-
-/// `c [32,32] = a [32, 32*steps] b [32*steps, 32] (+ c, unless first)`; `c` is contiguous. `b` holds 32 pairs side by
-/// side for every two values of `k`. Products of pairs are added to the sums in the order of `k`, so cutting a sum into several calls
-/// does not change it.
+/// Begins a block of 32 x 32 sums with zero, or with `c` (contiguous) unless this is its first round.
 ///
 /// # Safety
-/// `a` and `b` hold `steps` steps; `c` has 1024 elements; tiles are configured.
-pub unsafe fn product(_: &Tiles, steps: usize, a: Rows, b: *const u8, c: *mut f32, first: bool) {
-    let c = c.cast::<u8>();
-    // SAFETY: all addresses are inside the operands by contract.
+/// `c` has 1024 elements; tiles are configured.
+#[inline(always)]
+pub unsafe fn begin(_: &Tiles, c: *const f32, first: bool) {
+    // SAFETY: addresses are inside `c` by contract.
     unsafe {
         if first {
             asm!(
@@ -141,34 +126,90 @@ pub unsafe fn product(_: &Tiles, steps: usize, a: Rows, b: *const u8, c: *mut f3
                 options(nostack, readonly, preserves_flags)
             );
         }
-        if steps > 0 {
-            asm!(
-                "2:",
-                "tileloadd tmm4, [{a0} + {row}]",
-                "tileloadd tmm6, [{b} + {pairs}]",
-                "tileloadd tmm7, [{b} + {pairs} + 64]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm5, [{a1} + {row}]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "add {a0}, {step}",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "add {a1}, {step}",
-                "add {b}, 2048",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "dec {left}",
-                "jnz 2b",
-                a0 = inout(reg) a.base => _,
-                a1 = inout(reg) a.base.wrapping_add(a.half_bytes) => _,
-                b = inout(reg) b => _,
-                left = inout(reg) steps => _,
-                row = in(reg) a.row_bytes,
-                step = in(reg) a.step_bytes,
-                pairs = in(reg) 128usize,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly)
-            );
-        }
+    }
+}
+
+/// Adds `a [32, 32*steps] b [32*steps, 32]` to the sums that [`begin`] began. A step of `a` is 32 rows of 16 pairs, a step of `b` 16 rows
+/// of 32 pairs. Products of pairs are added in the order of `k`, so cutting a sum into several calls does not change it.
+///
+/// Both come from the second-level cache, so A is asked for two steps ahead. All loads of a step stand before its products: while
+/// the core's other half is busy, tile loads and products do not overlap, and this order is 10 % faster then.
+///
+/// # Safety
+/// `a` and `b` hold `steps` steps; tiles are configured.
+#[inline(always)]
+pub unsafe fn multiply(_: &Tiles, steps: usize, a: *const u8, b: *const u8) {
+    if steps == 0 {
+        return;
+    }
+    // SAFETY: all addresses are inside the operands by contract; prefetching beyond them has no effect.
+    unsafe {
+        asm!(
+            "2:",
+            "prefetcht0 [{a} + 4096]",
+            "prefetcht0 [{a} + 4160]",
+            "prefetcht0 [{a} + 4224]",
+            "prefetcht0 [{a} + 4288]",
+            "prefetcht0 [{a} + 4352]",
+            "prefetcht0 [{a} + 4416]",
+            "prefetcht0 [{a} + 4480]",
+            "prefetcht0 [{a} + 4544]",
+            "prefetcht0 [{a} + 4608]",
+            "prefetcht0 [{a} + 4672]",
+            "prefetcht0 [{a} + 4736]",
+            "prefetcht0 [{a} + 4800]",
+            "prefetcht0 [{a} + 4864]",
+            "prefetcht0 [{a} + 4928]",
+            "prefetcht0 [{a} + 4992]",
+            "prefetcht0 [{a} + 5056]",
+            "prefetcht0 [{a} + 5120]",
+            "prefetcht0 [{a} + 5184]",
+            "prefetcht0 [{a} + 5248]",
+            "prefetcht0 [{a} + 5312]",
+            "prefetcht0 [{a} + 5376]",
+            "prefetcht0 [{a} + 5440]",
+            "prefetcht0 [{a} + 5504]",
+            "prefetcht0 [{a} + 5568]",
+            "prefetcht0 [{a} + 5632]",
+            "prefetcht0 [{a} + 5696]",
+            "prefetcht0 [{a} + 5760]",
+            "prefetcht0 [{a} + 5824]",
+            "prefetcht0 [{a} + 5888]",
+            "prefetcht0 [{a} + 5952]",
+            "prefetcht0 [{a} + 6016]",
+            "prefetcht0 [{a} + 6080]",
+            "tileloadd tmm4, [{a} + {row}]",
+            "tileloadd tmm6, [{b} + {pairs}]",
+            "tileloadd tmm7, [{b} + {pairs} + 64]",
+            "tileloadd tmm5, [{a} + {row} + 1024]",
+            "add {a}, 2048",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "add {b}, 2048",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "dec {left}",
+            "jnz 2b",
+            a = inout(reg) a => _,
+            b = inout(reg) b => _,
+            left = inout(reg) steps => _,
+            row = in(reg) 64usize,
+            pairs = in(reg) 128usize,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, readonly)
+        );
+    }
+}
+
+/// Writes the sums to `c`, contiguous.
+///
+/// # Safety
+/// `c` has 1024 elements; tiles are configured.
+#[inline(always)]
+pub unsafe fn end(_: &Tiles, c: *mut f32) {
+    // SAFETY: addresses are inside `c` by contract.
+    unsafe {
         asm!(
             "tilestored [{c} + {row}], tmm0",
             "tilestored [{c} + {row} + 64], tmm1",
