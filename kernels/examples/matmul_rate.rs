@@ -64,35 +64,22 @@ fn peak_gflops(pool: &Pool) -> f64 {
 fn rates(pool: &Pool, half: bool, n: usize, o: usize, i: usize) -> [f64; 3] {
     let fill = |elems: usize| -> Vec<f32> { (0..elems).map(|e| ((e * 37 % 101) as f32 - 50.0) * 0.01).collect() };
     // Only what is used is kept: a large layer's weight is a gigabyte.
-    let both = |elems: usize| -> (&'static mut [f32], &'static mut [bf16]) {
+    let both = |elems: usize| -> (Vec<f32>, Vec<bf16>) {
         let full = fill(elems);
-        let bytes = (elems * 4).next_multiple_of(2 << 20);
-        let p = unsafe { std::alloc::alloc_zeroed(std::alloc::Layout::from_size_align(bytes, 2 << 20).unwrap()) };
-        if std::env::var("HUGE").is_ok() {
-            unsafe { libc::madvise(p.cast(), bytes, libc::MADV_HUGEPAGE) };
-        }
-        if half {
-            let v = unsafe { std::slice::from_raw_parts_mut(p.cast::<bf16>(), elems) };
-            v.iter_mut().zip(&full).for_each(|(a, v)| *a = bf16::from_f32(*v));
-            (&mut [], v)
-        } else {
-            let v = unsafe { std::slice::from_raw_parts_mut(p.cast::<f32>(), elems) };
-            v.copy_from_slice(&full);
-            (v, &mut [])
-        }
+        if half { (Vec::new(), full.iter().map(|v| bf16::from_f32(*v)).collect()) } else { (full, Vec::new()) }
     };
-    fn pick<'a>(half: bool, v: &'a (&'static mut [f32], &'static mut [bf16])) -> Float<'a> {
-        if half { Float::Bf16(&*v.1) } else { Float::F32(&*v.0) }
+    fn pick<'a>(half: bool, v: &'a (Vec<f32>, Vec<bf16>)) -> Float<'a> {
+        if half { Float::Bf16(&v.1) } else { Float::F32(&v.0) }
     }
-    fn pick_mut<'a>(half: bool, v: &'a mut (&'static mut [f32], &'static mut [bf16])) -> FloatMut<'a> {
-        if half { FloatMut::Bf16(&mut *v.1) } else { FloatMut::F32(&mut *v.0) }
+    fn pick_mut<'a>(half: bool, v: &'a mut (Vec<f32>, Vec<bf16>)) -> FloatMut<'a> {
+        if half { FloatMut::Bf16(&mut v.1) } else { FloatMut::F32(&mut v.0) }
     }
     let (x, w, dy) = (both(n * i), both(o * i), both(n * o));
     let (mut y, mut dx, mut dw) = (both(n * o), both(n * i), vec![0.0f32; o * i]);
     let (x, w, dy) = (pick(half, &x), pick(half, &w), pick(half, &dy));
     let product = |m, n, k| Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
     let flops = 2.0 * (n * o * i) as f64;
-    let runs = ((3e11 * pool.threads() as f64 / flops) as usize).clamp(2, 10000);
+    let runs = ((3e10 * pool.threads() as f64 / flops) as usize).clamp(2, 1000);
     let secs = [
         fastest(runs, || matmul(pool, pick_mut(half, &mut y), o, Operand::k_inner(x, i), Operand::k_inner(w, i), product(n, o, i))),
         fastest(runs, || matmul(pool, pick_mut(half, &mut dx), i, Operand::k_inner(dy, o), Operand::k_outer(w, i), product(n, i, o))),

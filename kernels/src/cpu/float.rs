@@ -112,6 +112,19 @@ pub trait Elem: bytemuck::Pod + Send + Sync {
     /// `p` is valid for writing `S::LANES` elements; no alignment is needed.
     unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::V);
 
+    /// Stores two vectors; as bf16 subnormal numbers may become 0, as in products of tiles.
+    ///
+    /// # Safety
+    /// `p` is valid for writing `2 * S::LANES` elements; no alignment is needed.
+    #[inline(always)]
+    unsafe fn store_flushed<S: Simd>(s: S, p: *mut Self, low: S::V, high: S::V) {
+        // SAFETY: passed on.
+        unsafe {
+            Self::store(s, p, low);
+            Self::store(s, p.add(S::LANES), high);
+        }
+    }
+
     /// The first `n < S::LANES` elements; the other lanes are 0.
     ///
     /// # Safety
@@ -186,6 +199,11 @@ impl Elem for bf16 {
     unsafe fn store<S: Simd>(s: S, p: *mut bf16, v: S::V) {
         // SAFETY: passed on; bf16 is a transparent u16.
         unsafe { s.store_bf16(p.cast(), v) }
+    }
+    #[inline(always)]
+    unsafe fn store_flushed<S: Simd>(s: S, p: *mut bf16, low: S::V, high: S::V) {
+        // SAFETY: passed on; as many bytes as one vector of f32.
+        unsafe { s.store(p.cast(), s.narrow(low, high)) }
     }
 }
 

@@ -131,7 +131,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                     }
                     let part = i * SIDE..(i + 1) * SIDE;
                     for tile in tiles.clone() {
-                        let of = |x: &[f32]| pairs(&x[i * panel_elems..], 0, steps);
+                        let of = |x: &[f32]| packed(&x[i * panel_elems..], 0, steps);
                         // SAFETY: operands hold `steps` steps, `p` and `dp` 32 x 32 sums.
                         unsafe {
                             tile::product(&unit, steps, packed(keys, tile * steps, steps), of(queries), p.as_mut_ptr(), true);
@@ -146,7 +146,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                         let a = packed(key_columns, dims * TILES + tiles.start, tiles.len());
                         // SAFETY: as above.
                         unsafe {
-                            tile::product(&unit, tiles.len(), a, pairs(weights.pairs, tiles.start, tiles.len()), dq.as_mut_ptr(), begins)
+                            tile::product(&unit, tiles.len(), a, packed(weights.pairs, tiles.start, tiles.len()), dq.as_mut_ptr(), begins)
                         };
                     }
                 }
@@ -163,7 +163,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                         [(dv.tile(key_tile), &*weights.p, &*dout_pairs), (dk.tile(key_tile), &*weights.ds, &*query_pairs)]
                     {
                         for (dims, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
-                            let b = pairs(other, dims * most + from, n);
+                            let b = packed(other, dims * most + from, n);
                             // SAFETY: as above.
                             unsafe { tile::product(&unit, n, packed(weights, a, n), b, sums.as_mut_ptr(), begins) };
                         }

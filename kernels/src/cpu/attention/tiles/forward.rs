@@ -71,7 +71,7 @@ fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut 
                 let scores = &mut scores[tile * SUMS..][..SUMS];
                 // SAFETY: operands hold `steps` steps, `scores` 32 x 32 sums.
                 unsafe {
-                    tile::product(&unit, steps, packed(keys, tile * steps, steps), pairs(queries, 0, steps), scores.as_mut_ptr(), true)
+                    tile::product(&unit, steps, packed(keys, tile * steps, steps), packed(queries, 0, steps), scores.as_mut_ptr(), true)
                 };
                 mask(s, scores, chunk + tile * SIDE, &panel, group.shape.window);
             }
@@ -89,7 +89,7 @@ fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut 
                 scale_columns(s, o, &decay);
             }
             for (dims, o) in o.chunks_exact_mut(SUMS).enumerate() {
-                let (a, b) = (packed(values, dims * TILES + tiles.start, tiles.len()), pairs(weights, tiles.start, tiles.len()));
+                let (a, b) = (packed(values, dims * TILES + tiles.start, tiles.len()), packed(weights, tiles.start, tiles.len()));
                 // SAFETY: as above.
                 unsafe { tile::product(&unit, tiles.len(), a, b, o.as_mut_ptr(), begins) };
             }

@@ -23,7 +23,7 @@ use crate::Attention;
 use crate::cpu::float::Float;
 use crate::cpu::matmul::Operand as Strided;
 use crate::cpu::matmul::amx::pack;
-use crate::cpu::matmul::amx::tile::{Rows, SIDE, STEP, STEP_ELEMS};
+use crate::cpu::matmul::amx::tile::{SIDE, STEP, STEP_ELEMS};
 use crate::cpu::operand::{Operand, Raw};
 use crate::cpu::pool::Pool;
 use crate::cpu::simd::{Isa, Simd};
@@ -169,7 +169,7 @@ impl<'a> Head<'a> {
         let from = Strided::k_inner(Float::Bf16(self.x), self.stride);
         assert!(out.len() >= self.steps() * STEP_ELEMS && tokens.len() <= SIDE);
         // SAFETY: as above.
-        unsafe { pack::pack_b(s, out.as_mut_ptr(), self.x, &from, tokens, 0..self.head_dim) };
+        unsafe { pack::pack_b(s, out.as_mut_ptr(), self.steps() * STEP_ELEMS, self.x, &from, tokens, 0..self.head_dim) };
     }
 
     /// Packs at most 32 rows as B, for sums over tokens: 32 of `D` are `distance` elements after those before.
@@ -177,22 +177,13 @@ impl<'a> Head<'a> {
     fn pack_pairs<S: Simd>(&self, s: S, out: &mut [f32], distance: usize, tokens: Range<usize>) {
         let from = Strided::k_outer(Float::Bf16(self.x), self.stride);
         assert!(out.len() >= (self.steps() - 1) * distance + STEP_ELEMS && tokens.len() <= SIDE);
-        for (tile, first) in (0..self.head_dim).step_by(SIDE).enumerate() {
-            let dims = first..self.head_dim.min(first + SIDE);
-            // SAFETY: as above.
-            unsafe { pack::pack_b(s, out.as_mut_ptr().add(tile * distance), self.x, &from, dims, tokens.clone()) };
-        }
+        // SAFETY: as above.
+        unsafe { pack::pack_b(s, out.as_mut_ptr(), distance, self.x, &from, 0..self.head_dim, tokens) };
     }
 }
 
-/// A packed A operand, from step `first` on.
-fn packed(x: &[f32], first: usize, steps: usize) -> Rows {
-    let x = &x[first * STEP_ELEMS..][..steps * STEP_ELEMS];
-    Rows { base: x.as_ptr().cast(), row_bytes: 2 * STEP, half_bytes: STEP * SIDE, step_bytes: 2 * STEP * SIDE }
-}
-
-/// A packed B operand, from step `first` on.
-fn pairs(x: &[f32], first: usize, steps: usize) -> *const u8 {
+/// A packed operand, from step `first` on.
+fn packed(x: &[f32], first: usize, steps: usize) -> *const u8 {
     x[first * STEP_ELEMS..][..steps * STEP_ELEMS].as_ptr().cast()
 }
 

@@ -225,14 +225,16 @@ simd_fn! {
 #[inline(always)]
 unsafe fn finish_whole<S: Simd, C: Elem>(s: S, sums: *const f32, c: *mut C, stride: usize, add: bool) {
     for r in 0..SIDE {
-        let mut j = 0;
-        while j < SIDE {
-            // SAFETY: inside both blocks by contract; 32 columns are whole vectors.
+        for j in (0..SIDE).step_by(2 * S::LANES) {
+            // SAFETY: inside both blocks by contract; 32 columns are whole pairs of vectors.
             unsafe {
-                let (sum, at) = (s.load(sums.add(r * SIDE + j)), c.add(r * stride + j));
-                C::store(s, at, if add { s.add(C::load(s, at), sum) } else { sum });
+                let (sums, at) = (sums.add(r * SIDE + j), c.add(r * stride + j));
+                let (mut low, mut high) = (s.load(sums), s.load(sums.add(S::LANES)));
+                if add {
+                    (low, high) = (s.add(C::load(s, at), low), s.add(C::load(s, at.add(S::LANES)), high));
+                }
+                C::store_flushed(s, at, low, high);
             }
-            j += S::LANES;
         }
     }
 }
