@@ -142,6 +142,8 @@ def ours(name, steps, limit):
 def peer(name, steps, limit, python):
     ranks, arguments, jemalloc = PEERS[name]
     env = os.environ.copy()
+    # Extensions are compiled on first use, by the ninja beside the interpreter.
+    env["PATH"] = os.path.dirname(python) + os.pathsep + env["PATH"]
     env.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1",
                OMP_NUM_THREADS=str(max(1, RANKS // ranks)), LAUNCH_TS=repr(time.time()))
     if jemalloc and os.path.exists(JEMALLOC):
