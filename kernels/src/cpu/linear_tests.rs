@@ -5,7 +5,7 @@ use super::float::{Float, FloatMut};
 use super::loss::{self, Hidden};
 use super::pool::Pool;
 use super::simd::Isa;
-use super::{linear, lora};
+use super::{linear, lora, lora_split};
 use crate::{Dropout, Write};
 use half::bf16;
 use proptest::prelude::*;
@@ -220,6 +220,68 @@ fn lora_of_adapters_that_share_an_input() {
                 }
             }
         }
+    }
+}
+
+/// Layers with their adapters: the outputs of both in one sum, `dx` through all layers and adapters in one sum.
+#[test]
+fn a_layer_and_its_adapter_are_one_sum() {
+    let (n, i) = (70, 65);
+    let shapes: Adapters = &[(33, 4, 0.5), (48, 16, 2.0)];
+    let x = narrow(&values(n * i, 1));
+    let x64 = f64s(&wide(&x));
+    for isa in Isa::available() {
+        let pool = Pool::with_isa(2, isa).unwrap();
+        let mut workspace = vec![f32::NAN; lora::workspace_bytes(n, i, 48, 16, 2) / 4];
+        let seeded = |elems: fn(usize, usize, usize) -> usize, seed: u32| -> Vec<Vec<f32>> {
+            shapes.iter().zip(seed..).map(|((o, r, _), seed)| values(elems(*o, *r, 65), seed)).collect()
+        };
+        let (a, b) = (seeded(|_, r, i| r * i, 10), seeded(|o, r, _| o * r, 20));
+        let w: Vec<Vec<bf16>> = seeded(|o, _, i| o * i, 30).iter().map(|w| narrow(w)).collect();
+        let dy: Vec<Vec<bf16>> = seeded(|o, _, _| 70 * o, 40).iter().map(|d| narrow(d)).collect();
+        let bias = values(48, 50);
+        let mut y: Vec<Vec<f32>> = shapes.iter().map(|s| vec![0.25; n * s.0]).collect();
+        let mut t: Vec<Vec<f32>> = shapes.iter().map(|s| vec![f32::NAN; n * s.1]).collect();
+        let bases = [
+            lora_split::Base { w: &w[0], bias: None, write: Write::Add },
+            lora_split::Base { w: &w[1], bias: Some(Float::F32(&bias)), write: Write::Set },
+        ];
+        let mut forward: Vec<_> = (y.iter_mut().zip(&mut t).zip(a.iter().zip(&b)).zip(shapes))
+            .map(|(((y, t), (a, b)), s)| lora::Forward { y: FloatMut::F32(y), t, a, b, scale: s.2, outputs: s.0, rank: s.1, site: 0 })
+            .collect();
+        lora_split::forward(&pool, &mut forward, Some(&bases), &x, n, i, &mut workspace);
+        drop(forward);
+        workspace.fill(f32::NAN);
+        let mut dx = vec![0.5f32; n * i];
+        let mut da: Vec<Vec<f32>> = a.iter().map(|a| vec![f32::NAN; a.len()]).collect();
+        let mut db: Vec<Vec<f32>> = b.iter().map(|b| vec![f32::NAN; b.len()]).collect();
+        let mut backward = Vec::new();
+        for (k, (da, db)) in da.iter_mut().zip(&mut db).enumerate() {
+            let (outputs, rank, scale) = shapes[k];
+            let (dy, t, a, b) = (Float::Bf16(&dy[k]), &t[k][..], &a[k][..], &b[k][..]);
+            backward.push(lora::Backward { da, db, write: Write::Set, dy, t, a, b, scale, outputs, rank, site: 0 });
+        }
+        let weights: Vec<&[bf16]> = w.iter().map(|w| &w[..]).collect();
+        let to = Some((FloatMut::F32(&mut dx), Write::Add));
+        lora_split::backward(&pool, to, &mut backward, Some(&weights), &x, n, i, &mut workspace);
+
+        let mut want_dx = vec![0.5; n * i];
+        for (k, (o, r, scale)) in shapes.iter().copied().enumerate() {
+            let (a, b, w, dy) = (f64s(&a[k]), f64s(&b[k]), f64s(&wide(&w[k])), f64s(&wide(&dy[k])));
+            let scaled = |v: Vec<f64>| -> Vec<f64> { v.iter().map(|v| v * f64::from(scale)).collect() };
+            let want_t = product(&x64, false, &a, true, n, r, i);
+            let before: Vec<f64> = (0..n * o).map(|e| if k == 0 { 0.25 } else { f64::from(bias[e % o]) }).collect();
+            let low_rank = scaled(product(&want_t, false, &b, true, n, o, r));
+            let want_y = add(&add(&product(&x64, false, &w, true, n, o, i), &low_rank), &before);
+            let dt = scaled(product(&dy, false, &b, false, n, r, o));
+            // Two bf16 hold 17 bits of an adapter, and of t or dt between two products: 2^-17 each.
+            close("t", &t[k], &want_t, 1.5e-5);
+            close("y", &y[k], &want_y, 1.5e-5);
+            close("da", &da[k], &product(&dt, true, &x64, false, r, i, n), 1.5e-5);
+            close("db", &db[k], &scaled(product(&dy, true, &want_t, false, o, r, n)), 1.5e-5);
+            want_dx = add(&want_dx, &add(&product(&dy, false, &w, false, n, i, o), &product(&dt, false, &a, false, n, i, r)));
+        }
+        close("dx", &dx, &want_dx, 1.5e-5);
     }
 }
 

@@ -7,6 +7,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod adamw;
+mod adapted;
 pub mod attention;
 pub mod convert;
 pub mod dropout;

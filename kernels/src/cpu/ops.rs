@@ -5,12 +5,11 @@
 
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
-use super::{adamw, attention, elementwise, embedding, float::Float, linear, lora, lora_split, loss, norm, norm_tree, rope, swiglu};
+use super::{adamw, attention, elementwise, embedding, linear, lora, loss, norm, norm_tree, rope, swiglu};
 use crate::{
     AdamW, AdaptedLinear, Attention, DType, Dropout, Error, HostTask, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View,
-    ViewMut, Weight, Write, checks, ops::composed,
+    ViewMut, Weight, Write, checks,
 };
-use half::bf16;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -39,7 +38,7 @@ pub fn workspace_bytes(shape: OpShape) -> usize {
 }
 
 /// Shape of an operation on adapters of these (outputs, rank).
-fn lora_shape(tokens: usize, inputs: usize, adapters: impl ExactSizeIterator<Item = (usize, usize)>) -> OpShape {
+pub(super) fn lora_shape(tokens: usize, inputs: usize, adapters: impl ExactSizeIterator<Item = (usize, usize)>) -> OpShape {
     let count = adapters.len();
     let (outputs, rank) = adapters.fold((0, 0), |(o, r), (outputs, rank)| (outputs.max(o), rank.max(r)));
     OpShape::Lora { tokens, inputs, outputs, rank, adapters: count }
@@ -47,18 +46,14 @@ fn lora_shape(tokens: usize, inputs: usize, adapters: impl ExactSizeIterator<Ite
 
 /// Handles to the operands of one operation.
 #[derive(Clone, Copy)]
-struct Handles(&'static str);
+pub(super) struct Handles(pub(super) &'static str);
 
 impl Handles {
-    fn float(self, view: &View) -> Result<Operand> {
+    pub(super) fn float(self, view: &View) -> Result<Operand> {
         Operand::of(self.0, view)
     }
 
-    fn f32(self, view: &View) -> Result<Raw<f32>> {
-        Raw::of(self.0, view)
-    }
-
-    fn bf16(self, view: &View) -> Result<Raw<bf16>> {
+    pub(super) fn f32(self, view: &View) -> Result<Raw<f32>> {
         Raw::of(self.0, view)
     }
 
@@ -75,7 +70,7 @@ impl Handles {
     }
 
     /// The f32 elements of workspace that [`workspace_bytes`] asked for, aligned to a cache line.
-    fn workspace(self, view: &View, bytes: usize) -> Result<Raw<f32>> {
+    pub(super) fn workspace(self, view: &View, bytes: usize) -> Result<Raw<f32>> {
         if bytes == 0 {
             return Ok(Raw::new(&mut []));
         }
@@ -86,12 +81,12 @@ impl Handles {
 }
 
 /// The views that are there.
-fn views<const N: usize>(list: [Option<&View>; N]) -> Vec<View> {
+pub(super) fn views<const N: usize>(list: [Option<&View>; N]) -> Vec<View> {
     list.into_iter().flatten().cloned().collect()
 }
 
 /// The views that are there, to be written.
-fn written<const N: usize>(list: [Option<&ViewMut>; N]) -> Vec<ViewMut> {
+pub(super) fn written<const N: usize>(list: [Option<&ViewMut>; N]) -> Vec<ViewMut> {
     list.into_iter().flatten().cloned().collect()
 }
 
@@ -111,7 +106,7 @@ impl CpuOps {
         &self.pool
     }
 
-    fn enqueue(
+    pub(super) fn enqueue(
         &self,
         s: &dyn Stream,
         name: &'static str,
@@ -360,40 +355,7 @@ impl Ops for CpuOps {
         workspace: &ViewMut,
         s: &dyn Stream,
     ) -> Result<()> {
-        let fused = lora::splits(&self.pool)
-            && dropout.is_none_or(|d| d.p == 0.0)
-            && [x].into_iter().chain(layers.iter().map(|l| &l.w.view)).all(|v| v.dtype() == DType::BF16);
-        if !fused {
-            return composed::adapted_linear(self, layers, x, dropout, tokens, inputs, workspace, s);
-        }
-        let bytes = workspace_bytes(lora_shape(tokens, inputs, layers.iter().map(|l| (l.lora.outputs, l.lora.rank))));
-        checks::adapted_linear(layers, x, dropout, tokens, inputs, workspace, bytes)?;
-        let h = Handles("adapted_linear");
-        let (px, work) = (h.float(x)?, h.workspace(workspace, bytes)?);
-        let (mut writes, mut reads, mut parts) = (written([Some(workspace)]), views([Some(x)]), Vec::new());
-        for l in layers {
-            let (bias, a) = (l.bias.as_ref().map(|view| h.float(view)).transpose()?, &l.lora);
-            let base = (h.bf16(&l.w.view)?, bias, l.write);
-            parts.push((h.float(&l.y)?, base, (h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?), (a.scale, a.outputs, a.rank, a.site)));
-            writes.extend([l.y.clone(), a.t.clone()]);
-            reads.extend([l.w.view.clone(), a.a.clone(), a.b.clone()].into_iter().chain(l.bias.clone()));
-        }
-        self.enqueue(s, h.0, writes, reads, move |pool| {
-            let (mut adapters, mut bases) = (Vec::new(), Vec::new());
-            for (y, (w, bias, write), (t, a, b), (scale, outputs, rank, site)) in parts {
-                // SAFETY: as in lora.
-                let (y, t, a, b) = unsafe { (y.write_all(), t.write_all(), a.read_all(), b.read_all()) };
-                adapters.push(lora::Forward { y, t, a, b, scale, outputs, rank, site });
-                // SAFETY: as in lora.
-                let (w, bias) = unsafe { (w.read_all(), bias.map(|b| b.read_all())) };
-                bases.push(lora_split::Base { w, bias, write });
-            }
-            // SAFETY: as in lora.
-            let (x, work) = unsafe { (px.read_all(), work.write_all()) };
-            let Float::Bf16(x) = x else { unreachable!("checked") };
-            lora_split::forward(pool, &mut adapters, Some(&bases), x, tokens, inputs, work);
-            Ok(())
-        })
+        self.adapted(layers, x, dropout, tokens, inputs, workspace, s)
     }
 
     fn adapted_linear_backward(
@@ -407,45 +369,7 @@ impl Ops for CpuOps {
         workspace: &ViewMut,
         s: &dyn Stream,
     ) -> Result<()> {
-        let fused = lora::splits(&self.pool)
-            && layers.len() <= lora_split::MAX_LAYERS
-            && dropout.is_none_or(|d| d.p == 0.0)
-            && [x].into_iter().chain(layers.iter().flat_map(|l| [&l.0.view, &l.1.dy])).all(|v| v.dtype() == DType::BF16);
-        let Some((dx, write)) = dx.filter(|_| fused) else {
-            return composed::adapted_linear_backward(self, dx, layers, x, dropout, tokens, inputs, workspace, s);
-        };
-        let bytes = workspace_bytes(lora_shape(tokens, inputs, layers.iter().map(|l| (l.1.outputs, l.1.rank))));
-        let adapters: Vec<LoraBackward> = layers.iter().map(|l| l.1.clone()).collect();
-        checks::lora_backward(Some(dx), &adapters, x, dropout, tokens, inputs, workspace, bytes)?;
-        for (w, a) in layers {
-            checks::linear_backward(Some((dx, write)), None, None, &a.dy, None, w, tokens, inputs, a.outputs, workspace, 0)?;
-        }
-        let h = Handles("adapted_linear_backward");
-        let (pdx, px, work) = (h.float(dx)?, h.float(x)?, h.workspace(workspace, bytes)?);
-        let (mut writes, mut reads, mut parts) = (written([Some(dx), Some(workspace)]), views([Some(x)]), Vec::new());
-        for (w, a) in layers {
-            let numbers = (a.write, a.scale, a.outputs, a.rank, a.site);
-            let frozen = (h.bf16(&w.view)?, h.float(&a.dy)?);
-            parts.push(((h.f32(&a.da)?, h.f32(&a.db)?), frozen, (h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?), numbers));
-            writes.extend([a.da.clone(), a.db.clone()]);
-            reads.extend([w.view.clone(), a.dy.clone(), a.t.clone(), a.a.clone(), a.b.clone()]);
-        }
-        self.enqueue(s, h.0, writes, reads, move |pool| {
-            let (mut adapters, mut weights) = (Vec::new(), Vec::new());
-            for ((da, db), (w, dy), (t, a, b), (write, scale, outputs, rank, site)) in parts {
-                // SAFETY: as in lora.
-                let (da, db, w, dy) = unsafe { (da.write_all(), db.write_all(), w.read_all(), dy.read_all()) };
-                // SAFETY: as in lora.
-                let (t, a, b) = unsafe { (t.read_all(), a.read_all(), b.read_all()) };
-                adapters.push(lora::Backward { da, db, write, dy, t, a, b, scale, outputs, rank, site });
-                weights.push(w);
-            }
-            // SAFETY: as in lora.
-            let (dx, x, work) = unsafe { (pdx.write_all(), px.read_all(), work.write_all()) };
-            let Float::Bf16(x) = x else { unreachable!("checked") };
-            lora_split::backward(pool, Some((dx, write)), &mut adapters, Some(&weights), x, tokens, inputs, work);
-            Ok(())
-        })
+        self.adapted_backward(dx, layers, x, dropout, tokens, inputs, workspace, s)
     }
 
     fn rope(&self, x: &ViewMut, table: &View, positions: &View, heads: usize, head_dim: usize, s: &dyn Stream) -> Result<()> {

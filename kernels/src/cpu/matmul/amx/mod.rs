@@ -17,7 +17,8 @@ pub(in crate::cpu) mod tile;
 use super::{Finish, Operand, Pool, Product, item_shape, prepare_bias};
 use crate::Write;
 use crate::cpu::float::{Elem, Float, Shared};
-use crate::cpu::simd::{Simd, simd_fn};
+use crate::cpu::simd::avx512::Avx512Bf16;
+use crate::cpu::simd::{Isa, Level, Simd, simd_fn};
 use half::bf16;
 use std::ops::Range;
 use tile::{SIDE, STEP, STEP_ELEMS, Tiles};
@@ -139,83 +140,99 @@ pub unsafe fn blocks<C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: usize, term
     pool.for_each_scratch(down * across, |item, scratch| {
         let (i, j) = (item / across, item % across);
         let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
-        item_body::<C>(pool.isa(), &call, rows, cols, scratch);
+        run_item(pool.isa(), &call, rows, cols, scratch);
     });
 }
 
-simd_fn! {
-    /// Computes rows `rows` and columns `cols` of the result.
-    fn item_body[S, C: Elem](s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-        let (packed_b, rest) = scratch.split_at_mut(PACKED_B);
-        let (packed_a, rest) = rest.split_at_mut(PACKED_A);
-        let (sums, bias) = rest.split_at_mut(SUMS);
-        let p = &call.p;
-        let how = Finish { alpha: p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], p.bias, &cols), add: p.write == Write::Add };
-        let mut rounds = Rounds::new(call.terms);
-        let panels = cols.len().div_ceil(SIDE);
-        assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT && panels * SIDE <= KEPT)));
-        let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
-        // Chunks of about one size.
-        let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
-        // SAFETY: the caller of `blocks` saw that the unit is there.
-        let tiles = unsafe { Tiles::configure() };
-        for round in 0..rounds.count {
-            let (stretches, count) = rounds.next(call.terms);
-            let stretches = &stretches[..count];
-            let steps: usize = stretches.iter().map(Stretch::steps).sum();
-            let (first, complete) = (round == 0, round + 1 == rounds.count);
-            for stretch in stretches {
-                let term = &call.terms[stretch.term];
-                // SAFETY: ranges lie inside the operands; a round fits PACKED_B.
-                unsafe {
-                    let out = packed_b.as_mut_ptr().add(stretch.before * STEP_ELEMS);
-                    pack::pack_b(s, out, steps * STEP_ELEMS, term.y, &term.b, cols.clone(), stretch.ks());
-                }
+/// One item, with the vectors of the level: beside tiles there is always the conversion to bf16.
+fn run_item<C: Elem>(isa: Isa, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+    simd_fn! { fn in_vectors[S, C: Elem](s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+        item(s, call, rows, cols, scratch)
+    } }
+    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    fn with_pairs<C: Elem>(call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+        // SAFETY: the features of this function are those that the type proves.
+        item(unsafe { Avx512Bf16::assume() }, call, rows, cols, scratch)
+    }
+    match isa.level() {
+        // SAFETY: an `Isa` of this level exists only where the processor has these features.
+        Level::Amx => unsafe { with_pairs(call, rows, cols, scratch) },
+        _ => in_vectors(isa, call, rows, cols, scratch),
+    }
+}
+
+/// Computes rows `rows` and columns `cols` of the result.
+#[inline(always)]
+fn item<S: Simd, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+    let (packed_b, rest) = scratch.split_at_mut(PACKED_B);
+    let (packed_a, rest) = rest.split_at_mut(PACKED_A);
+    let (sums, bias) = rest.split_at_mut(SUMS);
+    let p = &call.p;
+    let how = Finish { alpha: p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], p.bias, &cols), add: p.write == Write::Add };
+    let mut rounds = Rounds::new(call.terms);
+    let panels = cols.len().div_ceil(SIDE);
+    assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT && panels * SIDE <= KEPT)));
+    let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
+    // Chunks of about one size.
+    let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
+    // SAFETY: the caller of `blocks` saw that the unit is there.
+    let tiles = unsafe { Tiles::configure() };
+    for round in 0..rounds.count {
+        let (stretches, count) = rounds.next(call.terms);
+        let stretches = &stretches[..count];
+        let steps: usize = stretches.iter().map(Stretch::steps).sum();
+        let (first, complete) = (round == 0, round + 1 == rounds.count);
+        for stretch in stretches {
+            let term = &call.terms[stretch.term];
+            // SAFETY: ranges lie inside the operands; a round fits PACKED_B.
+            unsafe {
+                let out = packed_b.as_mut_ptr().add(stretch.before * STEP_ELEMS);
+                pack::pack_b(s, out, steps * STEP_ELEMS, term.y, &term.b, cols.clone(), stretch.ks());
             }
-            for top in rows.clone().step_by(chunk) {
-                let block = top..(top + chunk).min(rows.end);
-                for (i, row) in block.clone().step_by(SIDE).enumerate() {
-                    let height = SIDE.min(block.end - row);
-                    for stretch in stretches {
-                        let term = &call.terms[stretch.term];
-                        // SAFETY: as above; the panels of a chunk fit PACKED_A.
-                        unsafe {
-                            let out = packed_a.as_mut_ptr().add((i * steps + stretch.before) * STEP_ELEMS);
-                            pack::pack_a(s, out, term.x, &term.a, row..row + height, stretch.ks());
-                        }
+        }
+        for top in rows.clone().step_by(chunk) {
+            let block = top..(top + chunk).min(rows.end);
+            for (i, row) in block.clone().step_by(SIDE).enumerate() {
+                let height = SIDE.min(block.end - row);
+                for stretch in stretches {
+                    let term = &call.terms[stretch.term];
+                    // SAFETY: as above; the panels of a chunk fit PACKED_A.
+                    unsafe {
+                        let out = packed_a.as_mut_ptr().add((i * steps + stretch.before) * STEP_ELEMS);
+                        pack::pack_a(s, out, term.x, &term.a, row..row + height, stretch.ks());
                     }
                 }
-                for panel in 0..panels {
-                    let (done, width) = (panel * SIDE, SIDE.min(cols.len() - panel * SIDE));
-                    for (i, row) in block.clone().step_by(SIDE).enumerate() {
-                        let height = SIDE.min(block.end - row);
-                        // Complete sums of one round need a place only until they are rounded: one that stays in the first-level cache.
-                        let place = if first && complete { 0 } else { panel * (KEPT / SIDE) + (row - rows.start) / SIDE };
-                        // SAFETY: packed rows and panels hold the steps of the round; there is a block of sums per panel of A and B; a
-                        // block of the result is inside c, and items write disjoint ones.
-                        unsafe {
-                            let sums = sums.as_mut_ptr().add(place * BLOCK);
-                            let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
-                            tile::begin(&tiles, sums, first);
-                            let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
-                            tile::multiply(&tiles, steps, a, b);
-                            tile::end(&tiles, sums);
-                            if complete {
-                                let c = call.c.ptr().add(row * call.stride + cols.start + done);
-                                if (height, width, how.alpha) == (SIDE, SIDE, 1.0) && how.bias.is_null() {
-                                    finish_whole::<S, C>(s, sums, c, call.stride, how.add);
-                                } else {
-                                    let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
-                                    super::tile::finish::<S, C>(s, sums, SIDE, c, call.stride, height, width, how);
-                                }
+            }
+            for panel in 0..panels {
+                let (done, width) = (panel * SIDE, SIDE.min(cols.len() - panel * SIDE));
+                for (i, row) in block.clone().step_by(SIDE).enumerate() {
+                    let height = SIDE.min(block.end - row);
+                    // Complete sums of one round need a place only until they are rounded: one that stays in the first-level cache.
+                    let place = if first && complete { 0 } else { panel * (KEPT / SIDE) + (row - rows.start) / SIDE };
+                    // SAFETY: packed rows and panels hold the steps of the round; there is a block of sums per panel of A and B; a
+                    // block of the result is inside c, and items write disjoint ones.
+                    unsafe {
+                        let sums = sums.as_mut_ptr().add(place * BLOCK);
+                        let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
+                        tile::begin(&tiles, sums, first);
+                        let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
+                        tile::multiply(&tiles, steps, a, b);
+                        tile::end(&tiles, sums);
+                        if complete {
+                            let c = call.c.ptr().add(row * call.stride + cols.start + done);
+                            if (height, width, how.alpha) == (SIDE, SIDE, 1.0) && how.bias.is_null() {
+                                finish_whole::<S, C>(s, sums, c, call.stride, how.add);
+                            } else {
+                                let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
+                                super::tile::finish::<S, C>(s, sums, SIDE, c, call.stride, height, width, how);
                             }
                         }
                     }
                 }
             }
         }
-        drop(tiles);
     }
+    drop(tiles);
 }
 
 /// [`super::tile::finish`] of a whole block without bias and factor.
