@@ -3,7 +3,7 @@
 //! * [`sheet`], [`catalogue`], [`number`]: the hardware catalogue, every number with its origin.
 //! * [`rates`]: seconds of one unit of work on a machine.
 //! * [`record`]: one step of the trainer on the simulated device, as a tape.
-//! * [`predict`]: the tape played at the machine's speed: memory, time, what is exposed, what the answer rests on.
+//! * [`mod@predict`]: the tape played at the machine's speed: memory, time, what is exposed, what the answer rests on.
 //! * [`answer`]: the form of an answer.
 //! * [`deepspeed`]: DeepSpeed's own estimate, for comparison.
 
