@@ -112,8 +112,9 @@ impl Pass<'_> {
     }
 
     fn mail_gather(&self, at: Operands, part: usize) -> Result<()> {
-        // SAFETY (both): parts of dst are `part` bytes, and so is src.
+        // SAFETY: src has `part` bytes.
         self.exchange(&|| unsafe { self.post(0, at.src, part) }, &|| {
+            // SAFETY: parts of dst are `part` bytes.
             self.peers().try_for_each(|peer| unsafe { self.collect(at.dst.add(peer * part), peer, 0, part) })
         })?;
         // SAFETY: as the contract of `perform`.
@@ -178,11 +179,10 @@ impl Pass<'_> {
         let store = self.result();
         // SAFETY: the own part of dst has `part` bytes.
         let own = unsafe { at.dst.add(rank * part) };
-        // SAFETY (both closures): piece k lies within a part of `part` bytes and within a slot; the step protocol gives the
-        // slot to this rank in `fill` and to its readers in `take`.
         self.run(
             steps,
             &|k| piece.min(part - k * piece),
+            // SAFETY: piece k lies within a part of `part` bytes and within a slot, which the step protocol gives to this rank in `fill`.
             &|k, b| unsafe {
                 copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached);
                 // Here, while it is in the cache. In place there is nothing to do.
@@ -192,6 +192,7 @@ impl Pass<'_> {
             },
             &|k, b| {
                 for peer in self.peers() {
+                    // SAFETY: as above; the protocol gives the peer's slot to its readers in `take`.
                     unsafe { copy(at.dst.add(peer * part + k * piece + b.start), self.slot(peer, k).add(b.start), b.len(), store) }
                 }
             },
@@ -237,10 +238,12 @@ impl Pass<'_> {
         scratch: (*mut u8, usize),
         leaf: &dyn Fn(usize) -> *const u8,
     ) {
-        // SAFETY (all arms): passed on; the element type is the call's.
         match self.call.dtype {
+            // SAFETY: passed on; the element type is the call's.
             DType::F32 => unsafe { self.sum_as::<f32>(dst, own, bytes, store, scratch, leaf) },
+            // SAFETY: as above.
             DType::BF16 => unsafe { self.sum_as::<bf16>(dst, own, bytes, store, scratch, leaf) },
+            // SAFETY: as above.
             DType::I32 => unsafe { self.sum_as::<i32>(dst, own, bytes, store, scratch, leaf) },
             DType::U8 => {}
         }

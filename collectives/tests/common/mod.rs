@@ -64,6 +64,7 @@ pub fn tree_sum(dtype: DType, values: &[Bits]) -> Bits {
 }
 
 pub fn put(view: &ViewMut, values: impl Iterator<Item = Bits>) {
+    // SAFETY: tests call this while nothing that uses the view is enqueued.
     unsafe {
         match view.dtype() {
             DType::F32 | DType::I32 => view.as_mut_slice::<u32>().unwrap().iter_mut().zip(values).for_each(|(o, v)| *o = v),
@@ -74,6 +75,7 @@ pub fn put(view: &ViewMut, values: impl Iterator<Item = Bits>) {
 }
 
 pub fn get(view: &View) -> Vec<Bits> {
+    // SAFETY: as in `put`.
     unsafe {
         match view.dtype() {
             DType::F32 | DType::I32 => view.as_slice::<u32>().unwrap().to_vec(),

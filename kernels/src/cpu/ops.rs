@@ -3,6 +3,7 @@
 //! alike; a task holds clones of its views until it has run.
 #![allow(unsafe_code)]
 
+use super::adapted::{BackwardHandles, ForwardHandles};
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
 use super::{adamw, attention, elementwise, embedding, linear, lora, loss, norm, norm_tree, rope, swiglu};
@@ -289,17 +290,11 @@ impl Ops for CpuOps {
         let (px, work) = (h.float(x)?, h.workspace(workspace, bytes)?);
         let (mut writes, mut reads, mut parts) = (written([Some(workspace)]), views([Some(x)]), Vec::new());
         for a in adapters {
-            parts.push((h.float(&a.y)?, h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?, (a.scale, a.outputs, a.rank, a.site)));
-            writes.extend([a.y.clone(), a.t.clone()]);
-            reads.extend([a.a.clone(), a.b.clone()]);
+            parts.push(ForwardHandles::of(h, a, &a.y, &mut writes, &mut reads)?);
         }
         self.enqueue(s, h.0, writes, reads, move |pool| {
-            let slices = |(y, t, a, b, (scale, outputs, rank, site)): (Operand, Raw<f32>, Raw<f32>, Raw<f32>, _)| {
-                // SAFETY: the task holds the views; the checks keep what is written apart from the rest, of all adapters.
-                let (y, t, a, b) = unsafe { (y.write_all(), t.write_all(), a.read_all(), b.read_all()) };
-                lora::Forward { y, t, a, b, scale, outputs, rank, site }
-            };
-            let mut adapters: Vec<_> = parts.into_iter().map(slices).collect();
+            // SAFETY: the task holds the views; the checks keep what is written apart from the rest, of all adapters.
+            let mut adapters: Vec<_> = parts.into_iter().map(|a| unsafe { a.open() }).collect();
             // SAFETY: as above.
             let (x, work) = unsafe { (px.read_all(), work.write_all()) };
             lora::forward(pool, &mut adapters, x, dropout, tokens, inputs, work);
@@ -324,20 +319,11 @@ impl Ops for CpuOps {
         let (pdx, px, work) = (dx.map(|view| h.float(view)).transpose()?, h.float(x)?, h.workspace(workspace, bytes)?);
         let (mut writes, mut reads, mut parts) = (written([dx, Some(workspace)]), views([Some(x)]), Vec::new());
         for a in adapters {
-            let numbers = (a.write, a.scale, a.outputs, a.rank, a.site);
-            parts.push(((h.f32(&a.da)?, h.f32(&a.db)?), h.float(&a.dy)?, (h.f32(&a.t)?, h.f32(&a.a)?, h.f32(&a.b)?), numbers));
-            writes.extend([a.da.clone(), a.db.clone()]);
-            reads.extend([a.dy.clone(), a.t.clone(), a.a.clone(), a.b.clone()]);
+            parts.push(BackwardHandles::of(h, a, &mut writes, &mut reads)?);
         }
         self.enqueue(s, h.0, writes, reads, move |pool| {
-            let mut adapters = Vec::new();
-            for ((da, db), dy, (t, a, b), (write, scale, outputs, rank, site)) in parts {
-                // SAFETY: as in lora.
-                let (da, db, dy) = unsafe { (da.write_all(), db.write_all(), dy.read_all()) };
-                // SAFETY: as in lora.
-                let (t, a, b) = unsafe { (t.read_all(), a.read_all(), b.read_all()) };
-                adapters.push(lora::Backward { da, db, write, dy, t, a, b, scale, outputs, rank, site });
-            }
+            // SAFETY: as in lora.
+            let mut adapters: Vec<_> = parts.into_iter().map(|a| unsafe { a.open() }).collect();
             // SAFETY: as in lora.
             let (dx, x, work) = unsafe { (pdx.map(|d| d.write_all()), px.read_all(), work.write_all()) };
             lora::backward(pool, dx, &mut adapters, x, dropout, tokens, inputs, work);

@@ -112,7 +112,6 @@ pub(crate) struct Recorder {
     /// Number of this recording; what events of other recordings say is the past.
     epoch: u32,
     on: bool,
-    muted: bool,
     tape: Tape,
     works: Fast<Work>,
     names: Fast<Box<str>>,
@@ -131,11 +130,6 @@ impl Recorder {
         self.last.reserve(256);
     }
 
-    /// While muted nothing is recorded; events keep what they last said.
-    pub fn mute(&mut self, muted: bool) {
-        self.muted = muted;
-    }
-
     pub fn mark(&mut self, mark: u32, lane: usize) {
         self.push(lane, What::Mark { mark });
     }
@@ -145,7 +139,7 @@ impl Recorder {
     }
 
     fn recording(&self) -> bool {
-        self.on && !self.muted
+        self.on
     }
 
     fn push(&mut self, lane: usize, what: What) {
