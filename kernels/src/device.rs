@@ -66,6 +66,23 @@ pub struct HostTask {
     pub run: Box<dyn FnOnce() -> Result<()> + Send>,
 }
 
+/// A driver's own queue, as its libraries take it: `CUstream`, `hipStream_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NativeStream(pub u64);
+
+/// Work that enqueues itself on the driver's queue: a collective of a vendor library, a copy between devices. It runs on the
+/// thread that issues the stream's work, with the device current, once everything before it has been issued; it must not wait for the device.
+pub struct NativeTask {
+    /// Name for traces and errors.
+    pub name: std::borrow::Cow<'static, str>,
+    /// Views read. They are held until the queue has passed what was enqueued.
+    pub reads: Vec<View>,
+    /// Views written.
+    pub writes: Vec<ViewMut>,
+    /// Enqueues.
+    pub run: Box<dyn FnOnce(NativeStream) -> Result<()> + Send>,
+}
+
 /// Writes bytes from the host into device memory: gets the destination's bytes, fills all of them.
 /// On the CPU the slice is the destination itself, so that files are read straight into place.
 /// An error text becomes [`crate::Error::Task`].
@@ -94,6 +111,10 @@ pub trait Stream: Send + Sync {
     fn read(&self, src: &View) -> Result<Readback>;
     /// Runs host code in order. The simulated device counts it and does not run it.
     fn host(&self, task: HostTask) -> Result<()>;
+    /// Lets `task` enqueue on the driver's queue. [`crate::Error::NotNative`] where there is none: only GPUs have one.
+    fn native(&self, task: NativeTask) -> Result<()> {
+        Err(crate::Error::NotNative { stream: self.name().to_string(), task: task.name.into_owned() })
+    }
     /// Blocks until all work enqueued so far has run.
     fn sync(&self) -> Result<()>;
 }

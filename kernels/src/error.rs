@@ -83,6 +83,34 @@ pub enum Error {
         /// The operation.
         op: &'static str,
     },
+    /// The stream has no driver's queue.
+    #[error("stream '{stream}', {task}: only a GPU's streams take work of a vendor library")]
+    NotNative {
+        /// The stream's name.
+        stream: String,
+        /// The task's name.
+        task: String,
+    },
+    /// A call of a driver or of a vendor's library failed.
+    #[error("{what}: {call} returned {code} ({text})")]
+    Driver {
+        /// What was being done: an operation, a copy, an allocation, with the device.
+        what: String,
+        /// The function.
+        call: &'static str,
+        /// Its result, as the library gave it; it may be one that this build has never heard of.
+        code: i32,
+        /// What the library says of it.
+        text: String,
+    },
+    /// A vendor's library cannot be used.
+    #[error("{library}: {why}")]
+    Library {
+        /// The library: the name or path that was tried.
+        library: String,
+        /// What is missing, and what to do.
+        why: String,
+    },
     /// A wait ended by its deadline.
     #[error("{what}: no progress within {secs} s")]
     Deadline {

@@ -25,7 +25,7 @@ pub mod philox;
 pub mod rate;
 pub mod sim;
 
-pub use device::{Device, DeviceInfo, Event, HostTask, Readback, Stream};
+pub use device::{Device, DeviceInfo, Event, HostTask, NativeStream, NativeTask, Readback, Stream};
 pub use dtype::DType;
 pub use error::{Error, Result};
 pub use memory::{Buffer, Category, MemoryUse, Place, View, ViewMut};

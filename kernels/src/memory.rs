@@ -88,6 +88,10 @@ pub unsafe trait Mapping: Send + Sync {
     fn base(&self) -> *mut u8;
     /// Bytes mapped.
     fn bytes(&self) -> usize;
+    /// Address of the first byte for the device that the memory belongs to; 0 where nothing lies (simulated memory).
+    fn address(&self) -> u64 {
+        self.base() as u64
+    }
 }
 
 pub(crate) struct Allocation {
@@ -222,6 +226,13 @@ impl View {
         let base = self.alloc.mapping.base();
         // SAFETY: the offset was checked against the allocation's bytes when the view was cut.
         (!base.is_null()).then(|| unsafe { base.add(self.offset) })
+    }
+
+    /// Address of the first element for the device that the memory belongs to (which a host must not follow unless
+    /// [`View::host_ptr`] gives it too); `None` in simulated memory.
+    pub fn address(&self) -> Option<u64> {
+        let base = self.alloc.mapping.address();
+        (base != 0).then_some(base + self.offset as u64)
     }
 
     /// The elements as a slice; `None` in simulated memory.

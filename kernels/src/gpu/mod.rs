@@ -2,6 +2,7 @@
 //! driver launches on a GPU, the emulator of the tests on the host. Kernels are in `kernels/gpu`, one source for all vendors.
 //!
 //! * [`launch`] what passes from an operation to a launcher; [`table`] all kernels and their sources; `params` how structs agree.
+//! * [`driver`] the vendors' libraries behind one table of functions.
 //! * one file per operation, named after its `.cu` file: checks, which kernel, which tiles, how much workspace.
 #![allow(rustdoc::private_intra_doc_links)]
 
@@ -9,6 +10,7 @@ mod adamw;
 pub mod attention;
 mod column_sum;
 mod cross_entropy;
+pub mod driver;
 mod elementwise;
 mod embedding;
 pub mod launch;
