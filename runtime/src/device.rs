@@ -146,6 +146,7 @@ pub fn open(config: &Config, local_rank: usize, local_ranks: usize, trace: bool)
     let code = CodeOptions { folder: kernel_folder(&config), libraries };
     let device = GpuDevice::open(found, GpuOptions { ordinal: local_rank, mode, trace, host_threads: threads, code })?;
     tracing::info!("device {local_rank}: {}", describe(device.driver().facts()));
+    device.take_notes().iter().for_each(|note| tracing::warn!("{note}"));
     Ok(Computes::Gpu(device, vendor))
 }
 

@@ -5,10 +5,11 @@
 #![allow(unsafe_code)]
 
 use super::code::{Code, CodeOptions};
-use super::driver::{Driver, Found, RawEvent, RawStream};
+use super::driver::blas::Blas;
+use super::driver::{Driver, Found, RawEvent, RawStream, Vendor};
 use super::event::{GpuEvent, Pause, lock};
 use super::launch::{Address, Arch, Launcher, Work};
-use super::memory::{OnDevice, Pinned};
+use super::memory::{LOCKED, OnDevice, Pinned};
 use super::stream::{Base, GpuStream, Setup};
 use super::{GpuOps, device_name};
 use crate::cpu::heap::{Ledger, Pages};
@@ -68,17 +69,22 @@ impl Mark {
 #[derive(Clone)]
 pub struct GpuLauncher {
     arch: Arch,
+    blas: bool,
 }
 
 impl GpuLauncher {
     pub(super) fn of(setup: &Setup) -> GpuLauncher {
-        GpuLauncher { arch: setup.driver.facts().arch.clone() }
+        GpuLauncher { arch: setup.driver.facts().arch.clone(), blas: setup.blas.is_some() }
     }
 }
 
 impl Launcher for GpuLauncher {
     fn arch(&self) -> &Arch {
         &self.arch
+    }
+
+    fn has_blas(&self) -> bool {
+        self.blas
     }
 
     fn address(&self, op: &'static str, view: &View) -> Result<Address> {
@@ -103,7 +109,17 @@ impl GpuDevice {
     pub fn open(found: Found, options: GpuOptions) -> Result<Arc<GpuDevice>> {
         let driver = found.open(options.ordinal)?;
         let chaos = if let Mode::Chaos { seed } = options.mode { Some(seed) } else { None };
+        let mut notes = Vec::new();
+        let blas = match Blas::open(driver.vendor(), options.code.libraries.blas.as_deref())? {
+            Some(blas) => Some(Arc::new(blas)),
+            None => {
+                let name = if driver.vendor() == Vendor::Nvidia { "cuBLASLt" } else { "hipBLASLt" };
+                notes.push(format!("{name} was not found: dense products run in our own kernel, which is slower; install it or name it in [device.libraries]"));
+                None
+            }
+        };
         let mut setup = Setup {
+            blas,
             code: Arc::new(Code::new(driver.clone(), options.code)),
             driver: driver.clone(),
             threaded: options.mode != Mode::Inline,
@@ -122,7 +138,7 @@ impl GpuDevice {
             ops: GpuOps::with_host(GpuLauncher::of(&setup), Box::new(host)),
             ledger: Arc::default(),
             streams_made: AtomicU64::new(0),
-            notes: Mutex::default(),
+            notes: Mutex::new(notes),
             threads: options.host_threads,
             driver,
             setup,
@@ -154,7 +170,7 @@ impl GpuDevice {
         self.setup.trace.as_ref().map(|base| base.trace.take()).unwrap_or_default()
     }
 
-    /// Takes what a user should know: host memory that could not be locked.
+    /// Takes what a user should know: a library that is missing, host memory that could not be locked.
     pub fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut lock(&self.notes))
     }
@@ -201,7 +217,7 @@ impl Device for GpuDevice {
                 let (memory, note) = Pinned::new(&self.driver, name, bytes, poison)?;
                 // One is enough to act on.
                 let mut notes = lock(&self.notes);
-                if notes.is_empty() {
+                if !notes.iter().any(|n| n.contains(LOCKED)) {
                     notes.extend(note);
                 }
                 Box::new(memory)

@@ -44,6 +44,9 @@ impl Drop for OnDevice {
     }
 }
 
+/// What every note about memory that could not be locked names.
+pub(super) const LOCKED: &str = "RLIMIT_MEMLOCK";
+
 /// Host memory of exact size, locked for the device where that is allowed.
 pub(super) struct Pinned {
     pages: Pages,
@@ -64,7 +67,7 @@ impl Pinned {
             Ok(()) => Ok((Pinned { pages, driver: Some(driver.clone()) }, None)),
             Err(e @ (Error::Driver { .. } | Error::OutOfMemory { .. })) => {
                 let note = format!(
-                    "host memory for '{name}' is not locked, so copies are slower and wait for the host ({e}); raise the limit of locked memory (`ulimit -l unlimited`, RLIMIT_MEMLOCK is {})",
+                    "host memory for '{name}' is not locked, so copies are slower and wait for the host ({e}); raise the limit of locked memory (`ulimit -l unlimited`; {LOCKED} is {})",
                     locked_limit()
                 );
                 Ok((Pinned { pages, driver: None }, Some(note)))

@@ -8,6 +8,7 @@
 
 mod adamw;
 pub mod attention;
+mod calls;
 mod code;
 mod column_sum;
 mod cross_entropy;
@@ -16,6 +17,7 @@ pub mod driver;
 mod elementwise;
 mod embedding;
 mod event;
+mod issue;
 pub mod launch;
 mod linear;
 pub mod lora;

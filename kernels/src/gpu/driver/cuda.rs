@@ -34,6 +34,16 @@ pub(super) fn open_compiler() -> Result<Symbols> {
     Ok(Symbols::Cudarc { library: unsafe { cudarc::nvrtc::sys::culib() }, name: "libnvrtc.so" })
 }
 
+/// cuBLASLt at `path`, else as cudarc finds it; `None`: there is none.
+pub(super) fn open_blas(path: Option<&Path>) -> Result<Option<Symbols>> {
+    // SAFETY: probes for the library by name and lets go of it.
+    if path.is_some() || !unsafe { cudarc::cublaslt::sys::is_culib_present() } {
+        return Symbols::open(path, &[]);
+    }
+    // SAFETY: it was there a moment ago.
+    Ok(Some(Symbols::Cudarc { library: unsafe { cudarc::cublaslt::sys::culib() }, name: "libcublasLt.so" }))
+}
+
 /// Functions that only this vendor has.
 pub(super) struct Own {
     set_current: unsafe extern "C" fn(Handle) -> Code,

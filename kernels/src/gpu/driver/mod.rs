@@ -4,6 +4,7 @@
 //! missing or unknown is an error value. `table` declares the functions once for both vendors; `cuda` and `hip` are what differs.
 #![allow(unsafe_code)]
 
+pub mod blas;
 mod cuda;
 mod hip;
 mod library;
