@@ -11,6 +11,7 @@ use super::{RawStream, Vendor, cuda};
 use crate::gpu::launch::{Dense, Form};
 use crate::{DType, Error, Result};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::{c_int, c_void};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -177,11 +178,11 @@ impl Blas {
         let sizes = [p.m, p.n, p.k, p.lda, p.ldb, p.ldc];
         let key = Key { form: p.form, dtype: p.dtype, c_dtype: p.c_dtype, bias: p.bias.0 != 0, sizes };
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if !plans.contains_key(&key) {
-            let plan = self.plan(p)?;
-            plans.insert(key, plan);
-        }
-        let Some(Some(plan)) = plans.get(&key) else { return Ok(false) };
+        let plan = match plans.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(self.plan(p)?),
+        };
+        let Some(plan) = plan else { return Ok(false) };
         let product = plan.product as Handle;
         if p.bias.0 != 0 {
             self.set(product, self.functions.set_product, self.numbers.bias, &p.bias.0, "MatmulDescSetAttribute")?;
