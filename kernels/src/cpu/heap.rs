@@ -78,6 +78,9 @@ unsafe impl Mapping for Counted {
     fn bytes(&self) -> usize {
         self.bytes
     }
+    fn address(&self) -> u64 {
+        self.mapping.address()
+    }
 }
 
 impl Drop for Counted {
@@ -96,6 +99,9 @@ unsafe impl Mapping for Foreign {
     }
     fn bytes(&self) -> usize {
         self.0.bytes()
+    }
+    fn address(&self) -> u64 {
+        self.0.0.mapping.address()
     }
 }
 
