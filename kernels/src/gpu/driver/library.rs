@@ -58,7 +58,7 @@ impl Symbols {
         found.map(|f| *f).map_err(|_| Error::Library {
             library: self.name().to_string(),
             why: format!(
-                "has no function {symbol}; install a driver of this vendor that is newer, or name another library in [device.libraries]"
+                "has no function {symbol}: too old, or another library than was expected; install a newer one, or name its path in [device.libraries]"
             ),
         })
     }
