@@ -40,6 +40,8 @@ use std::path::PathBuf;
 mod abi;
 #[allow(unsafe_code)]
 mod api;
+#[allow(unsafe_code)]
+mod ccl;
 mod clock;
 #[allow(unsafe_code)]
 mod device;
