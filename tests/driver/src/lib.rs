@@ -41,6 +41,8 @@ mod abi;
 #[allow(unsafe_code)]
 mod api;
 #[allow(unsafe_code)]
+mod blas;
+#[allow(unsafe_code)]
 mod ccl;
 mod clock;
 #[allow(unsafe_code)]
