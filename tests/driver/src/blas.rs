@@ -31,7 +31,6 @@ pub struct Layout {
 /// What is done with the operands.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Desc {
-    pub scale_type: i32,
     pub transpose_a: bool,
     pub transpose_b: bool,
     pub bias: bool,

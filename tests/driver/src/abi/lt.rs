@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
 use zrt_kernels::gpu::driver::Vendor::{self, Amd, Nvidia};
 
-/// Codes of the two, which differ too.
+/// Codes, which differ too.
 struct Codes {
     invalid: i32,
     failed: i32,
@@ -20,7 +20,7 @@ struct Codes {
 fn codes(vendor: Vendor) -> Codes {
     match vendor {
         Nvidia => Codes { invalid: 7, failed: 13, unsupported: 15 },
-        Amd => Codes { invalid: 3, failed: 6, unsupported: 7 },
+        Amd => Codes { invalid: 3, failed: 5, unsupported: 7 },
     }
 }
 
@@ -62,7 +62,7 @@ fn create(vendor: Vendor) -> Result<u64, i32> {
 
 fn create_desc(vendor: Vendor, compute: c_int, scale_type: c_int) -> Result<u64, i32> {
     let compute_f32 = if vendor == Nvidia { 68 } else { 2 };
-    let desc = Desc { scale_type, strange: compute != compute_f32 || scale_type != crate::blas::F32, ..Desc::default() };
+    let desc = Desc { strange: compute != compute_f32 || scale_type != crate::blas::F32, ..Desc::default() };
     Ok(tables().descs.add(Arc::new(Mutex::new(desc))))
 }
 
