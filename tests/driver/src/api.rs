@@ -53,6 +53,11 @@ pub fn set_current(index: Option<usize>) {
     CURRENT.set(index);
 }
 
+/// The number of this thread's device, the first if none was chosen.
+pub fn current_index() -> usize {
+    CURRENT.get().unwrap_or(0)
+}
+
 /// This thread's device, which has not failed.
 pub fn current(vendor: Vendor) -> Result<&'static Device, i32> {
     let machine = machine(vendor)?;

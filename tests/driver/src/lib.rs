@@ -34,12 +34,17 @@
 //! `mismatch:RANK:N` (its N-th collective is another one). `@R` behind a fault: only in the process whose `RANK` is R.
 #![deny(unsafe_code)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 #[allow(unsafe_code)]
 mod abi;
 #[allow(unsafe_code)]
 mod api;
+#[allow(unsafe_code)]
+mod blas;
+#[allow(unsafe_code)]
+mod ccl;
 mod clock;
 #[allow(unsafe_code)]
 mod device;
@@ -69,4 +74,17 @@ pub fn library() -> Result<PathBuf, String> {
         .find(|p| p.is_file())
         .cloned()
         .ok_or_else(|| format!("{FILE} is not in {}, in its folder `deps`, or above; build the package zrt-driver", folder.display()))
+}
+
+/// Makes, in `folder`, a library that has these functions alone, each of which returns 0: for what a program does where one is missing.
+///
+/// # Errors
+/// There is no C compiler, or it fails.
+pub fn library_with(folder: &Path, functions: &[&str]) -> Result<PathBuf, String> {
+    let (source, library) = (folder.join("functions.c"), folder.join("libfunctions.so"));
+    let text: String = functions.iter().map(|f| format!("int {f}(void) {{ return 0; }}\n")).collect();
+    std::fs::write(&source, text).map_err(|e| format!("{}: {e}", source.display()))?;
+    let out = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).output();
+    let out = out.map_err(|e| format!("no C compiler (cc): {e}"))?;
+    if out.status.success() { Ok(library) } else { Err(String::from_utf8_lossy(&out.stderr).into_owned()) }
 }

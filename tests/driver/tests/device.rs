@@ -244,3 +244,23 @@ fn can_compile() -> bool {
     }
     can
 }
+
+#[test]
+fn code_of_a_real_compiler_is_accepted() {
+    if !inside("code_of_a_real_compiler_is_accepted", "") || !can_compile() {
+        return;
+    }
+    let nvrtc = match zrt_simt::gates::tools::Tools::find().nvrtc {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => return println!("not run: {why}"),
+    };
+    let cubin = |arch| nvrtc.compile("elementwise.cu", arch).expect("it compiles").code;
+    let gpu = Gpu::open(false);
+    let module = gpu.load(&cubin("sm_90")).expect("a module");
+    assert_eq!(gpu.function(module, "rope"), Err(500));
+    let (s, out) = (gpu.stream(), gpu.alloc(16));
+    let fill = gpu.function(module, "fill_u32").expect("a kernel");
+    assert_eq!(gpu.launch(fill, 1, 256, 0, s, &Fill { out, elems: 4, bits: 9, vector: 1 }), 0);
+    assert_eq!(gpu.take::<u32>(out, 4, s), [9; 4]);
+    assert_eq!((gpu.load(&cubin("sm_80")), Gpu::open(true).load(&cubin("sm_90"))), (Err(209), Err(200)));
+}
