@@ -12,7 +12,7 @@ printf '#include <stddef.h>\ntypedef struct CUstream_st *cudaStream_t;\n' > "$wo
 touch "$work/headers/cuda_fp16.h" "$work/headers/cuda_bf16.h"
 
 results='nccl(Success|InProgress|RemoteError|UnhandledCudaError|SystemError|InternalError|InvalidArgument|InvalidUsage)'
-numbers='nccl(Sum|Uint8|Int32|Float32|Bfloat16)|NCCL_UNIQUE_ID_BYTES|NCCL_CONFIG_UNDEF_INT'
+numbers='nccl(Sum|Uint8|Int32|Float32|Bfloat16)|NCCL_UNIQUE_ID_BYTES'
 types='ncclComm_t|ncclResult_t|ncclUniqueId|ncclConfig_t'
 calls='nccl(GetVersion|GetUniqueId|CommInitRankConfig|CommInitRank|CommGetAsyncError|CommFinalize|CommDestroy|CommAbort|CommCount|AllGather|ReduceScatter|AllReduce|Broadcast|Send|Recv|GroupStart|GroupEnd|GetErrorString|GetLastError)'
 # bf16 is declared only where the compiler of CUDA says that it has it.

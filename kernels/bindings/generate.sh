@@ -37,6 +37,7 @@ rtc='hiprtc(Version|CreateProgram|CompileProgram|GetProgramLogSize|GetProgramLog
 rtc+='|HIPRTC_(SUCCESS|ERROR_COMPILATION)'
 lt='hipblasLt(Create|Destroy|GetVersion|MatmulDescCreate|MatmulDescDestroy|MatmulDescSetAttribute|MatrixLayoutCreate|MatrixLayoutDestroy)'
 lt+='|hipblasLt(MatrixLayoutSetAttribute|MatmulPreferenceCreate|MatmulPreferenceDestroy|MatmulPreferenceSetAttribute|MatmulAlgoGetHeuristic|Matmul)'
+lt+='|hipblasOperation_t|hipblasLtOrder_t|hipblasLtEpilogue_t'
 lt+='|HIPBLAS_STATUS_(SUCCESS|NOT_SUPPORTED)|HIPBLAS_OP_(N|T)|HIPBLAS_COMPUTE_32F|HIP_R_(32F|16BF)'
 lt+='|HIPBLASLT_MATMUL_DESC_(TRANSA|TRANSB|EPILOGUE|BIAS_POINTER|BIAS_DATA_TYPE|POINTER_MODE)'
 lt+='|HIPBLASLT_MATRIX_LAYOUT_(BATCH_COUNT|STRIDED_BATCH_OFFSET|TYPE|ORDER|ROWS|COLS|LD)'

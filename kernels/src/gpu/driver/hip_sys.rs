@@ -291,11 +291,17 @@ pub type hiprtcGetCodeSize = unsafe extern "C" fn(prog: hiprtcProgram, codeSizeR
 pub const HIPBLAS_STATUS_SUCCESS: hipblasStatus_t = 0;
 pub const HIPBLAS_STATUS_NOT_SUPPORTED: hipblasStatus_t = 7;
 pub type hipblasStatus_t = c_uint;
+pub const HIPBLAS_OP_N: hipblasOperation_t = 111;
+pub const HIPBLAS_OP_T: hipblasOperation_t = 112;
+pub type hipblasOperation_t = c_uint;
 pub const HIPBLAS_COMPUTE_32F: hipblasComputeType_t = 2;
 pub type hipblasComputeType_t = c_uint;
 pub const HIP_R_32F: hipDataType = 0;
 pub const HIP_R_16BF: hipDataType = 14;
 pub type hipDataType = c_uint;
+pub const HIPBLASLT_EPILOGUE_DEFAULT: hipblasLtEpilogue_t = 1;
+pub const HIPBLASLT_EPILOGUE_BIAS: hipblasLtEpilogue_t = 4;
+pub type hipblasLtEpilogue_t = c_uint;
 pub const HIPBLASLT_MATRIX_LAYOUT_BATCH_COUNT: hipblasLtMatrixLayoutAttribute_t = 0;
 pub const HIPBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET: hipblasLtMatrixLayoutAttribute_t = 1;
 pub const HIPBLASLT_MATRIX_LAYOUT_TYPE: hipblasLtMatrixLayoutAttribute_t = 2;
@@ -313,6 +319,9 @@ pub const HIPBLASLT_MATMUL_DESC_POINTER_MODE: hipblasLtMatmulDescAttributes_t = 
 pub type hipblasLtMatmulDescAttributes_t = c_uint;
 pub const HIPBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: hipblasLtMatmulPreferenceAttributes_t = 1;
 pub type hipblasLtMatmulPreferenceAttributes_t = c_uint;
+pub const HIPBLASLT_ORDER_COL: hipblasLtOrder_t = 0;
+pub const HIPBLASLT_ORDER_ROW: hipblasLtOrder_t = 1;
+pub type hipblasLtOrder_t = c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct hipblasLtMatmulDescOpaque_t {
