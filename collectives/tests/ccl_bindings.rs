@@ -22,7 +22,9 @@ fn numbers_equal_those_of_rocm() {
     let python = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/bindings/python/bin/python");
     let printed = Command::new(python).args(["-c", PRINT]).output();
     let Some(printed) = printed.ok().filter(|p| p.status.success()) else {
-        println!("not run: no Python package of ROCm's numbers; kernels/bindings/generate.sh and collectives/bindings/generate.sh install it");
+        println!(
+            "not run: no Python package of ROCm's numbers; kernels/bindings/generate.sh and collectives/bindings/generate.sh install it"
+        );
         return;
     };
     let printed = String::from_utf8(printed.stdout).unwrap();
