@@ -5,14 +5,14 @@ mod common;
 mod fake;
 mod native;
 
-use common::{LONG, compare_all, device, filled};
+use common::{LONG, compare_all, filled};
 use fake::api;
 use native::NativeDevice;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zrt_collectives::ccl::{Api, Library};
 use zrt_collectives::{CclComm, CclOptions, Communicator, Error, Health, MemoryStore, Result};
-use zrt_kernels::cpu::Mode;
+use zrt_kernels::cpu::{CpuDevice, CpuOptions};
 use zrt_kernels::gpu::driver::Vendor;
 use zrt_kernels::{DType, Device, Stream};
 
@@ -23,27 +23,38 @@ fn options() -> CclOptions {
     CclOptions { init_timeout: LONG, train_timeout: LONG, scratch_bytes: 0, ..CclOptions::new(Vendor::Nvidia) }
 }
 
-/// Runs `body` for every rank on its own thread, with a stream; `api(rank)` is the rank's library.
-fn ranks<T: Send>(
+/// Runs `body` for every rank on its own thread, with its device; `api(rank)` is the rank's library.
+fn ranks_on<T: Send>(
     ranks: usize,
     options: &CclOptions,
     api: impl Fn(usize) -> Api + Sync,
-    body: impl Fn(Result<CclComm>, Arc<dyn Stream>) -> T + Sync,
+    body: impl Fn(Result<CclComm>, &NativeDevice) -> T + Sync,
 ) -> Vec<T> {
     let store = Arc::new(MemoryStore::default());
     std::thread::scope(|scope| {
         let one = |rank: usize| {
             let (store, api, body) = (store.clone(), &api, &body);
             scope.spawn(move || {
-                let device = Arc::new(NativeDevice(device(Mode::Threaded)));
-                let stream = device.stream("comm").unwrap();
+                // A use of scratch memory that no event orders is an error of its call.
+                let cpu = CpuDevice::new(CpuOptions { threads: 1, track: true, ..CpuOptions::default() }).unwrap();
+                let device = Arc::new(NativeDevice(cpu));
                 let library = Library::from_table(api(rank), "fake").unwrap();
-                body(CclComm::join_with(library, store, rank, ranks, device, options.clone()), stream)
+                body(CclComm::join_with(library, store, rank, ranks, device.clone(), options.clone()), &device)
             })
         };
         let threads: Vec<_> = (0..ranks).map(one).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// The same with one stream.
+fn ranks<T: Send>(
+    ranks: usize,
+    options: &CclOptions,
+    api: impl Fn(usize) -> Api + Sync,
+    body: impl Fn(Result<CclComm>, Arc<dyn Stream>) -> T + Sync,
+) -> Vec<T> {
+    ranks_on(ranks, options, api, |comm, device| body(comm, device.stream("comm").unwrap()))
 }
 
 #[test]
@@ -101,22 +112,21 @@ fn library_sums_are_close_without_deterministic() {
 }
 
 #[test]
-fn several_streams_keep_the_order_of_calls() {
-    ranks(
+fn several_streams_keep_the_order_of_calls_and_share_scratch() {
+    ranks_on(
         2,
         &options(),
         |_| api(),
-        |comm, first| {
+        |comm, device| {
             let comm = comm.unwrap();
-            let second = NativeDevice(device(Mode::Threaded)).stream("second").unwrap();
-            let data = filled(DType::BF16, 3000, (0..3000).map(|i| i & 0x3fff));
+            let streams =
+                ["first", "second"].map(|name| (device.stream(name).unwrap(), filled(DType::BF16, 3000, (0..3000).map(|i| i & 0xff))));
             for call in 0..50 {
-                let s = if call % 3 == 0 { &second } else { &first };
-                comm.all_reduce(&data, "sum", &**s).unwrap();
-                comm.barrier("meet", &*first).unwrap();
+                let (s, data) = &streams[usize::from(call % 3 == 0)];
+                comm.all_reduce(data, "sum", &**s).unwrap();
+                comm.barrier("meet", &*streams[0].0).unwrap();
             }
-            first.sync().unwrap();
-            second.sync().unwrap();
+            streams.iter().for_each(|(s, _)| s.sync().unwrap());
         },
     );
 }
@@ -352,7 +362,7 @@ fn init_ends_by_its_deadline_and_names_what_failed() {
 
     // Nobody else comes.
     let store = Arc::new(MemoryStore::default());
-    let device = Arc::new(NativeDevice(device(Mode::Threaded)));
+    let device = Arc::new(NativeDevice(common::device(Default::default())));
     let library = Library::from_table(api(), "fake").unwrap();
     let error = CclComm::join_with(library, store, 0, 2, device, brief).err().unwrap().to_string();
     assert!(error.contains("[1] did not join"), "{error}");
