@@ -96,6 +96,10 @@ pub trait Stream: Send + Sync {
     fn index(&self) -> usize {
         0
     }
+    /// For the implementing device.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
     /// Records the point after all work enqueued so far.
     fn record(&self, event: &Arc<dyn Event>) -> Result<()>;
     /// Makes later work of this stream wait for the event's latest record.

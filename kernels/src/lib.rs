@@ -4,7 +4,7 @@
 //! * [`device`] the contract of a device: allocate, streams, events. Implemented by [`cpu`] and [`sim`].
 //! * [`ops`] the contract of the maths: every operation of a decoder, forward beside backward.
 //! * [`checks`] whether a call of an operation is well-formed; used by every device.
-//! * [`gpu`] the operations on GPUs: which kernels are launched, whoever launches them.
+//! * [`gpu`] GPUs: the device over a vendor's driver, and the operations, whoever launches their kernels.
 //! * [`host`] own operations of embedders, as host code over slices.
 //! * [`rate`] how fast operations are, beside what the processor can do.
 //! * [`philox`] the counter-based random numbers that dropout and initialization use.

@@ -38,7 +38,12 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
     if args.logs.is_some() {
         return Err(Fault::user("--logs is for programs (zlaunch -n 2 --logs DIR -- program); a training run logs in checkpoint.folder"));
     }
-    let (mut config, chosen) = crate::choose::for_start(Config::load(file, &args.set)?, ranks)?;
+    let mut config = Config::load(file, &args.set)?;
+    let device = zrt::device::resolve(&mut config, ranks)?;
+    if !device.is_empty() {
+        eprintln!("{device}");
+    }
+    let (mut config, chosen) = crate::choose::for_start(config, ranks)?;
     if let Some(chosen) = &chosen {
         eprintln!("{chosen}");
     }

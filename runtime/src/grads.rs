@@ -117,6 +117,8 @@ pub struct GradStore {
     of_visit: Vec<Vec<usize>>,
     uses: Vec<Use>,
     staging: Option<ViewMut>,
+    /// What arrives at accumulators on the host, where it is added to running sums.
+    arrived: Option<ViewMut>,
     /// Leaf of the running visit: (buffer, first write?).
     leaf: Option<ViewMut>,
     produced: Arc<dyn Event>,
@@ -178,8 +180,14 @@ impl GradStore {
         } else {
             None
         };
+        let arrived = if options.offload && !options.deterministic && largest_shard > 0 {
+            Some(device.alloc("arrived gradient", largest_shard * 4, Place::Pinned, Category::Gradients)?.all(DType::F32)?)
+        } else {
+            None
+        };
         let (produced, copied) = (device.event()?, device.event()?);
-        Ok(GradStore { plan, device, comm, streams, options, sets, turn: 0, of_visit, uses, staging, leaf: None, produced, copied })
+        let (turn, leaf) = (0, None);
+        Ok(GradStore { plan, device, comm, streams, options, sets, turn, of_visit, uses, staging, arrived, leaf, produced, copied })
     }
 
     fn once(&self) -> bool {
@@ -351,9 +359,14 @@ impl GradStore {
             acc.wait(&self.produced)?;
         }
         if !direct {
-            match running.is_some() {
-                true => add(&fresh, &reduced)?,
-                false => acc.copy(&fresh, &reduced)?,
+            match (&running, &self.arrived) {
+                (Some(_), Some(arrived)) => {
+                    let arrived = arrived.slice(0, held)?;
+                    acc.copy(&arrived, &reduced)?;
+                    add(&fresh, &arrived.view())?;
+                }
+                (Some(_), None) => add(&fresh, &reduced)?,
+                (None, _) => acc.copy(&fresh, &reduced)?,
             }
             if self.options.offload {
                 // Whoever writes the leaf or the staging next waits for the copy.

@@ -181,7 +181,8 @@ pub fn engine_options(config: &Config, batch: &Resolved) -> Result<EngineOptions
         stage: z.stage.set().ok_or_else(|| unresolved("zero.stage"))?,
         offload_param: offloaded("zero.offload_param", z.offload_param.device)?,
         offload_optimizer: offloaded("zero.offload_optimizer", z.offload_optimizer.device)?,
-        share_pages: config.comm.share_pages,
+        // Pages are of the host's memory; GPUs compute in their own.
+        share_pages: config.comm.share_pages && config.device.kind != "cuda" && config.device.kind != "hip",
         prefetch_depth: z.prefetch_depth,
         resident_bytes: match &z.resident_bytes {
             ResidentBytes::Bytes(b) => *b,

@@ -7,6 +7,7 @@ pub mod config;
 pub mod cores;
 pub mod cost;
 pub mod data;
+pub mod device;
 pub mod durable;
 pub mod engine;
 pub mod error;

@@ -41,6 +41,8 @@ pub struct Optimizer {
     /// `[segments, 96]` of this rank, then of all ranks.
     nodes: ViewMut,
     all_nodes: ViewMut,
+    /// The same on the device, where the state is on the host and ranks exchange them.
+    exchange: Option<[ViewMut; 2]>,
     workspace: ViewMut,
     /// `[2]`: norm and clipping factor.
     norm: ViewMut,
@@ -79,12 +81,19 @@ impl Optimizer {
             largest_chunks = largest_chunks.max(elems);
             parts.push(SegmentOptim { segment, start, param, m: alloc("m")?, v: alloc("v")?, master });
         }
-        let small = |name: &str, bytes: usize| device.alloc(name, bytes.max(64), Place::Device, Category::Workspace);
+        let small_in = |place: Place, name: &str, bytes: usize| device.alloc(name, bytes.max(64), place, Category::Workspace);
+        let small = |name: &str, bytes: usize| small_in(place, name, bytes);
         let count = parts.len().max(1) * SUM_SQUARES_NODES;
         let ranks = if sharded { plan.ranks } else { 1 };
         let nodes = small("norm nodes", count * 4)?.view_mut(DType::F32, 0, count)?;
         let all_nodes =
             if ranks > 1 { small("norm nodes of all", ranks * count * 4)?.view_mut(DType::F32, 0, ranks * count)? } else { nodes.clone() };
+        let exchange = if ranks > 1 && offload {
+            let on_device = |name: &str, n: usize| Ok::<_, Error>(small_in(Place::Device, name, n * 4)?.view_mut(DType::F32, 0, n)?);
+            Some([on_device("norm nodes to exchange", count)?, on_device("norm nodes exchanged", ranks * count)?])
+        } else {
+            None
+        };
         let workspace =
             small("norm workspace", device.ops().workspace_bytes(OpShape::SumSquares { elems: largest_chunks }))?.all(DType::U8)?;
         let norm = small("norm", 64)?.view_mut(DType::F32, 0, 2)?;
@@ -94,7 +103,7 @@ impl Optimizer {
             None
         };
         let (event, gathered) = (device.event()?, device.event()?);
-        Ok(Optimizer { plan, device, comm, streams, stage, parts, nodes, all_nodes, workspace, norm, staging, event, gathered })
+        Ok(Optimizer { plan, device, comm, streams, stage, parts, nodes, all_nodes, exchange, workspace, norm, staging, event, gathered })
     }
 
     /// The part of the weights' home that this rank updates.
@@ -120,15 +129,40 @@ impl Optimizer {
                 let own_master = part.param.slice(at, s.shard)?;
                 store.read_shard(part.segment, &own_master, source)?;
                 if part.param.elems() > s.shard && self.plan.ranks > 1 {
-                    self.comm.all_gather(&part.param, &own_master.view(), "load master", &*comm)?;
+                    self.complete_master(&part.param, &own_master.view())?;
                 }
-                ops.cast(&own, &own_master.view(), &*comm)?;
+                match &self.staging {
+                    // The host casts, the device gets the result.
+                    Some(staging) if own.place() == Place::Device => {
+                        let narrow = staging.slice(0, own.bytes())?.reinterpret(own.dtype())?;
+                        ops.cast(&narrow, &own_master.view(), &*comm)?;
+                        comm.copy(&own, &narrow.view())?;
+                    }
+                    _ => ops.cast(&own, &own_master.view(), &*comm)?,
+                }
                 store.complete(part.segment, "load")?;
             }
         }
         comm.record(&self.event)?;
         self.streams.update.wait(&self.event)?;
         Ok(())
+    }
+
+    /// Completes a master that every rank holds whole from the ranks' shards, by way of the device where it is at home on the host.
+    fn complete_master(&self, whole: &ViewMut, own: &View) -> Result<()> {
+        let comm = &self.streams.comm;
+        if whole.place() == Place::Device {
+            return Ok(self.comm.all_gather(whole, own, "load master", &**comm)?);
+        }
+        let on_device = |name: &str, view: &View| -> Result<ViewMut> {
+            Ok(self.device.alloc(name, view.bytes(), Place::Device, Category::Workspace)?.all(view.dtype())?)
+        };
+        let (all, part) = (on_device("masters on their way", whole)?, on_device("master on its way", own)?);
+        comm.copy(&part, own)?;
+        self.comm.all_gather(&all, &part.view(), "load master", &**comm)?;
+        comm.copy(whole, &all.view())?;
+        // Only for this; training finds the memory free.
+        Ok(comm.sync()?)
     }
 
     /// Norm of all gradients, clipping factor, update of every segment. `grads` as [`crate::grads::GradStore::finish_step`] returns them.
@@ -148,11 +182,21 @@ impl Optimizer {
             parts.push(g.view());
         }
         if ranks > 1 {
+            let [own, all] = match &self.exchange {
+                Some([own, all]) => {
+                    update.copy(own, &self.nodes.view())?;
+                    [own, all]
+                }
+                None => [&self.nodes, &self.all_nodes],
+            };
             update.record(&self.event)?;
             comm.wait(&self.event)?;
-            self.comm.all_gather(&self.all_nodes, &self.nodes.view(), "gradient norm", &*comm)?;
+            self.comm.all_gather(all, &own.view(), "gradient norm", &*comm)?;
             comm.record(&self.event)?;
             update.wait(&self.event)?;
+            if self.exchange.is_some() {
+                update.copy(&self.all_nodes, &all.view())?;
+            }
         }
         let mut ranges = Vec::with_capacity(ranks * self.parts.len());
         for rank in 0..ranks {

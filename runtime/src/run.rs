@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::cores;
+use crate::device;
 use crate::engine::{Engine, StepInput};
 use crate::error::{Error, Result};
 use crate::hooks::hooks;
@@ -14,12 +15,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
-use zrt_collectives::local::{LocalComm, LocalOptions};
+use zrt_collectives::Communicator;
+use zrt_collectives::local::LocalOptions;
 use zrt_collectives::sim::SimComm;
 use zrt_collectives::store::{MemoryStore, Store, TcpStore};
-use zrt_collectives::{Comm, Communicator};
 use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
-use zrt_kernels::sim::{SimDevice, SimOptions};
+use zrt_kernels::sim::SimDevice;
 use zrt_kernels::{AdamW, Category, Device, MemoryUse, Place};
 
 /// What the command line adds to the configuration.
@@ -97,15 +98,15 @@ fn run_with(config: &Config, env: &RankEnv, options: &RunOptions, store: Arc<dyn
     {
         tracing::info!("bound to cores {cores:?}");
     }
-    let device = cpu_device(config, threads, options.trace.is_some())?;
-    let comm: Comm = Arc::new(LocalComm::join(&*store, env.rank, env.world_size, local_options(config))?);
-    let at = Surroundings { device: device.clone(), comm: comm.clone(), store, stop: options.stop.clone(), write: true };
+    let computes = device::open(config, env.local_rank, env.local_world_size, options.trace.is_some())?;
+    let comm = computes.join(config, store.clone(), env.rank, env.world_size)?;
+    let at = Surroundings { device: computes.device(), comm: comm.clone(), store, stop: options.stop.clone(), write: true };
     let outcome = train(&job, at, &mut hooks(&job, true));
     if let Err(e) = &outcome {
         comm.abort(&e.to_string());
     }
     if let Some(path) = &options.trace {
-        let events = device.trace_events();
+        let events = computes.trace_events();
         zrt_kernels::cpu::trace::write_chrome(path, env.rank as u32, &events)
             .map_err(|source| Error::Io { path: path.display().to_string(), source })?;
     }
@@ -144,17 +145,16 @@ pub fn dry_run(config: &Config, ranks: usize) -> Result<DryRun> {
     let batch = config.resolve(ranks).map_err(input)?;
     let part = ModelPart::open(config)?;
     let options = engine_options(config, &batch)?;
-    simulate(part.model.clone(), options, ranks, threads(config, ranks))
+    simulate(part.model.clone(), options, ranks, device::simulated(config, ranks)?)
 }
 
-/// The same for any model and options.
+/// The same for any model and options, on a fresh simulated device.
 pub fn simulate(
     model: Arc<dyn crate::model::Model>,
     options: crate::engine::EngineOptions,
     ranks: usize,
-    threads: usize,
+    device: Arc<SimDevice>,
 ) -> Result<DryRun> {
-    let device = SimDevice::new(SimOptions { threads })?;
     let comm = Arc::new(SimComm::new(ranks).with_shared_pages(options.share_pages));
     let stage = options.stage;
     let micro_batches = options.micro_batches;

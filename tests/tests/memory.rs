@@ -4,6 +4,7 @@
 use zrt::engine::EngineOptions;
 use zrt::run::{dry_run, simulate};
 use zrt_kernels::cpu::Mode;
+use zrt_kernels::sim::{SimDevice, SimOptions};
 use zrt_kernels::{Category, DType, MemoryUse, Place};
 use zrt_tests::processes::{run, smollm2_job};
 use zrt_tests::*;
@@ -59,7 +60,8 @@ fn bytes_allocated_are_the_bytes_planned() {
             let turn = |ranks: usize, i: usize| (i + ranks + turns).is_multiple_of(3);
             let all = [1, 2, 4].into_iter().flat_map(|r| cells(r, dtype).into_iter().enumerate().map(move |(i, o)| (r, i, o)));
             for (ranks, _, options) in all.filter(|(ranks, i, _)| turn(*ranks, *i)) {
-                let plan = simulate(subject.open(SEQ).0, options.clone(), ranks, 1).unwrap();
+                let plan =
+                    simulate(subject.open(SEQ).0, options.clone(), ranks, SimDevice::new(SimOptions { threads: 1 }).unwrap()).unwrap();
                 let held = on_ranks(ranks, options.share_pages, |comm| {
                     let (model, source) = subject.open(SEQ);
                     let mut engine = zrt::engine::Engine::new(device(1, Mode::Threaded), comm, model, options.clone()).unwrap();

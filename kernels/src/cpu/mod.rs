@@ -34,7 +34,7 @@ pub mod pool;
 mod reference;
 pub mod rope;
 pub mod simd;
-mod stream;
+pub(crate) mod stream;
 pub mod swiglu;
 pub mod trace;
 mod tracker;

@@ -259,16 +259,36 @@ impl Shared {
         if self.setup.chaos.is_none() {
             return;
         }
-        // splitmix64 (Steele et al. 2014).
-        let x = self.chaos_state.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
-        let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        let x = x ^ (x >> 31);
-        match x % 4 {
-            0 => {}
-            1 => std::thread::yield_now(),
-            _ => std::thread::sleep(Duration::from_nanos((x >> 8) % 300_000)),
-        }
+        chaos_pause(&self.chaos_state);
+    }
+}
+
+/// Nothing, a yield, or up to 300 microseconds of sleep, by a generator of its own state.
+pub(crate) fn chaos_pause(state: &AtomicU64) {
+    // splitmix64 (Steele et al. 2014).
+    let x = state.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    let x = x ^ (x >> 31);
+    match x % 4 {
+        0 => {}
+        1 => std::thread::yield_now(),
+        _ => std::thread::sleep(Duration::from_nanos((x >> 8) % 300_000)),
+    }
+}
+
+/// Sets all of `to`, from a task that declared the write.
+pub(crate) fn set_all(to: &ViewMut, value: f32) -> Result<()> {
+    fn set<T: bytemuck::Pod>(to: &ViewMut, value: T) -> Result<()> {
+        // SAFETY: runs as the stream's task that declared this write; `T` is chosen by the view's type.
+        unsafe { to.as_mut_slice::<T>() }.ok_or(Error::NotHost { op: "fill" })?.fill(value);
+        Ok(())
+    }
+    match to.dtype() {
+        DType::F32 => set(to, value),
+        DType::BF16 => set(to, bf16::from_f32(value)),
+        DType::I32 => set(to, value as i32),
+        DType::U8 => set(to, value as u8),
     }
 }
 
@@ -324,20 +344,7 @@ impl Stream for CpuStream {
 
     fn fill(&self, dst: &ViewMut, value: f32) -> Result<()> {
         let to = dst.clone();
-        let run = move || {
-            fn set<T: bytemuck::Pod>(to: &ViewMut, value: T) -> Result<()> {
-                // SAFETY: runs as the stream's task that declared this write; `T` is chosen by the view's type.
-                unsafe { to.as_mut_slice::<T>() }.ok_or(Error::NotHost { op: "fill" })?.fill(value);
-                Ok(())
-            }
-            match to.dtype() {
-                DType::F32 => set(&to, value),
-                DType::BF16 => set(&to, bf16::from_f32(value)),
-                DType::I32 => set(&to, value as i32),
-                DType::U8 => set(&to, value as u8),
-            }
-        };
-        self.task("fill", vec![], vec![dst.clone()], Box::new(run))
+        self.task("fill", vec![], vec![dst.clone()], Box::new(move || set_all(&to, value)))
     }
 
     fn write(&self, dst: &ViewMut, what: &str, source: HostSource) -> Result<()> {

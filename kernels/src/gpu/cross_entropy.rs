@@ -2,8 +2,9 @@
 //! gradient by `kernels/gpu/cross_entropy.cu`, then `dw` and `dx` by two more products before the next chunk. The gradient of the logits
 //! has the type of x, so that all products run on matrix cores; all tokens are computed, trained or not: which are, only the GPU knows.
 
+use super::launch::Form;
 use super::launch::{Address, Call, Fault, Kernel, Launcher, by_type, workspace_of};
-use super::linear::{Form, Product, gemm};
+use super::linear::{Product, gemm};
 use super::params::params;
 use crate::{DType, Error, OpShape, Result, Stream, View, ViewMut, Weight, Write, checks};
 

@@ -63,6 +63,50 @@ impl Kernel {
     }
 }
 
+/// How the operands of a product lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// a `[M,K]`, b `[N,K]`.
+    Nt,
+    /// a `[M,K]`, b `[K,N]`.
+    Nn,
+    /// a `[K,M]`, b `[K,N]`.
+    Tn,
+}
+
+/// A dense product of row-major matrices, `c [M,N] (+)= a b + bias`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dense {
+    /// How a and b lie.
+    pub form: Form,
+    /// Storage type of a, b and bias.
+    pub dtype: DType,
+    /// Storage type of c: that, or f32.
+    pub c_dtype: DType,
+    /// Result.
+    pub c: Address,
+    /// Left operand.
+    pub a: Address,
+    /// Right operand.
+    pub b: Address,
+    /// `[N]`; 0: none.
+    pub bias: Address,
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// Terms of each sum.
+    pub k: usize,
+    /// Elements between rows of a.
+    pub lda: usize,
+    /// Elements between rows of b.
+    pub ldb: usize,
+    /// Elements between rows of c.
+    pub ldc: usize,
+    /// Adds to c.
+    pub add: bool,
+}
+
 /// One launch of a kernel.
 #[derive(Clone, Debug)]
 pub struct Launch {
@@ -81,6 +125,8 @@ pub struct Launch {
     /// Bytes that the kernel reads besides, made by the host for this launch, a multiple of 8: the launcher puts them into device
     /// memory, in the stream's order, and their address at this place of `params`.
     pub data: Option<(usize, Vec<u8>)>,
+    /// What the launch computes, if that is one whole product: a launcher may let the vendor's library do it.
+    pub dense: Option<Dense>,
 }
 
 /// What it means when a kernel reports a fault, which it does as (row, value): "`what` `value` at row `row` is out of 0..`limit`".
@@ -141,6 +187,10 @@ pub trait Launcher: Send + Sync {
     fn arch(&self) -> &Arch;
     /// Device address of a view's first element; [`Error::NotHost`] where the memory is another device's.
     fn address(&self, op: &'static str, view: &View) -> Result<Address>;
+    /// Whether the vendor's library does dense products, so that long sums need not be cut into parts.
+    fn has_blas(&self) -> bool {
+        false
+    }
     /// Enqueues the work; its memory is held until it has run. A fault fails the stream.
     fn run(&self, work: Work, s: &dyn Stream) -> Result<()>;
 }
@@ -250,6 +300,22 @@ impl<'a, L: Launcher> Call<'a, L> {
         Ok(())
     }
 
+    /// As [`Call::launch`], of a kernel that computes `dense` and nothing else.
+    pub fn launch_dense<P: Pod>(
+        &mut self,
+        kernel: &'static str,
+        grid: [usize; 3],
+        threads: u32,
+        shared_bytes: usize,
+        params: &P,
+        dense: Dense,
+    ) -> Result<()> {
+        if let Some(launch) = self.push(kernel, grid, threads, shared_bytes, params)? {
+            launch.dense = Some(dense);
+        }
+        Ok(())
+    }
+
     fn push<P: Pod>(
         &mut self,
         kernel: &'static str,
@@ -269,7 +335,16 @@ impl<'a, L: Launcher> Call<'a, L> {
         }
         let grid = grid.map(|n| n as u32);
         let params = bytemuck::bytes_of(params).to_vec();
-        self.work.launches.push(Launch { kernel, grid, threads, shared_bytes: shared as u32, params, fault_at: None, data: None });
+        self.work.launches.push(Launch {
+            kernel,
+            grid,
+            threads,
+            shared_bytes: shared as u32,
+            params,
+            fault_at: None,
+            data: None,
+            dense: None,
+        });
         Ok(self.work.launches.last_mut())
     }
 

@@ -5,7 +5,7 @@
 //! cut into parts, whose results [`column_sum`] adds in order.
 
 use super::column_sum::column_sum;
-use super::launch::{Address, Arch, Call, Kernel, Launcher, by_type, whole_16, workspace_of};
+use super::launch::{Address, Arch, Call, Dense, Form, Kernel, Launcher, by_type, whole_16, workspace_of};
 use super::params::params;
 use crate::{DType, Error, OpShape, Result, Stream, View, ViewMut, Weight, Write, checks};
 
@@ -59,17 +59,6 @@ const MOST_PARTS: usize = 16;
 const PART_TOKENS: usize = 512;
 /// Rows of a block in sums of rows.
 const GROUP_ROWS: usize = 64;
-
-/// How the operands lie: see `gemm.cu`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Form {
-    /// a `[M,K]`, b `[N,K]`.
-    Nt,
-    /// a `[M,K]`, b `[K,N]`.
-    Nn,
-    /// a `[K,M]`, b `[K,N]`.
-    Tn,
-}
 
 /// One product of dense matrices, `c [M,N] (+)= a b^T + bias`, in `parts` parts of K.
 pub(super) struct Product {
@@ -129,7 +118,13 @@ pub(super) fn gemm<L: Launcher>(call: &mut Call<'_, L>, op: &'static str, arch: 
     };
     let stages = STAGES[usize::from(arch.lanes == 64)];
     let grid = [p.m.div_ceil(TILE) * p.n.div_ceil(TILE), 1, p.parts];
-    call.launch(kernel, grid, THREADS, stages * 2 * TILE * STEP_BYTES, &params)
+    let shared_bytes = stages * 2 * TILE * STEP_BYTES;
+    if p.parts > 1 {
+        return call.launch(kernel, grid, THREADS, shared_bytes, &params);
+    }
+    let Product { form, dtype, c_dtype, c, a, b, bias, m, n, k, lda, ldc, .. } = p;
+    let dense = Dense { form, dtype, c_dtype, c, a, b, bias, m, n, k, lda, ldb, ldc, add: p.write == Write::Add };
+    call.launch_dense(kernel, grid, THREADS, shared_bytes, &params, dense)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -225,7 +220,7 @@ pub(super) fn backward<L: Launcher>(
     }
     if let (Some((dw, write)), Some(x)) = (dw, x) {
         let (out, b) = (call.write(dw)?, call.read(x)?);
-        let parts = parts(arch, tokens, inputs, outputs);
+        let parts = if launcher.has_blas() { 1 } else { parts(arch, tokens, inputs, outputs) };
         let (m, n, k) = (outputs, inputs, tokens);
         let (c, set) = if parts > 1 { (call.part(weight_bytes)?, Write::Set) } else { (out, write) };
         let (form, c_dtype, bias) = (Form::Tn, DType::F32, Address(0));

@@ -8,34 +8,56 @@
 
 mod adamw;
 pub mod attention;
+mod calls;
+mod code;
 mod column_sum;
 mod cross_entropy;
+mod device;
 pub mod driver;
 mod elementwise;
 mod embedding;
+mod event;
+mod issue;
 pub mod launch;
 mod linear;
 pub mod lora;
+mod memory;
 mod norm_tree;
 mod params;
+mod ring;
 mod rmsnorm;
 mod rope;
+mod stream;
 mod swiglu;
 pub mod table;
 pub mod traffic;
 
-use crate::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Result, Stream, View, ViewMut, Weight, Write};
+pub use code::{CodeOptions, build_ahead};
+pub use device::{GpuDevice, GpuLauncher, GpuOptions, Mark};
+
+use crate::{AdamW, Attention, Dropout, LoraBackward, LoraForward, OpShape, Ops, Place, Result, Stream, View, ViewMut, Weight, Write};
 use launch::{Arch, Launcher};
 
 /// The operations of a decoder, on whatever `L` launches kernels.
 pub struct GpuOps<L> {
     launcher: L,
+    /// Works on operands in host memory.
+    host: Option<Box<dyn Ops>>,
 }
 
 impl<L: Launcher> GpuOps<L> {
     /// Operations that `launcher` runs.
     pub fn new(launcher: L) -> GpuOps<L> {
-        GpuOps { launcher }
+        GpuOps { launcher, host: None }
+    }
+
+    /// As [`GpuOps::new`]; `host` does what an optimizer at home on the host needs, where the operand that is written lies there.
+    pub fn with_host(launcher: L, host: Box<dyn Ops>) -> GpuOps<L> {
+        GpuOps { launcher, host: Some(host) }
+    }
+
+    fn on_host(&self, written: &View) -> Option<&dyn Ops> {
+        self.host.as_deref().filter(|_| written.place() != Place::Device)
     }
 
     /// [`Stream::fill`] as a kernel, for devices whose driver cannot set elements of every type.
@@ -49,6 +71,11 @@ impl<L: Launcher> GpuOps<L> {
     }
 }
 
+/// A device's name for people: the vendor's, and what kernels are compiled for.
+fn device_name(facts: &driver::Facts) -> String {
+    format!("{} ({}, {} units)", facts.name, facts.arch.name, facts.arch.units)
+}
+
 /// Bytes that [`Ops::workspace_bytes`] answers on this machine: a function of machine and shape alone, for plans made elsewhere.
 pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
     match shape {
@@ -58,7 +85,8 @@ pub fn workspace_bytes(arch: &Arch, shape: OpShape) -> usize {
         OpShape::Attention { tokens, shape } => attention::workspace_bytes(tokens, shape),
         OpShape::LinearCrossEntropy { tokens, vocab, .. } => cross_entropy::workspace_bytes(tokens, vocab),
         OpShape::EmbeddingBackward { tokens, hidden: _, vocab } => embedding::workspace_bytes(tokens, vocab),
-        OpShape::SumSquares { elems } => norm_tree::workspace_bytes(arch, elems),
+        // The host's own, where the state is at home there.
+        OpShape::SumSquares { elems } => norm_tree::workspace_bytes(arch, elems).max(crate::cpu::ops::workspace_bytes(shape)),
     }
 }
 
@@ -246,30 +274,51 @@ impl<L: Launcher> Ops for GpuOps<L> {
     }
 
     fn sum(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(out) {
+            return host.sum(out, x, s);
+        }
         elementwise::sum(&self.launcher, out, x, s)
     }
 
     fn add(&self, out: &ViewMut, a: &View, b: &View, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(out) {
+            return host.add(out, a, b, s);
+        }
         elementwise::add(&self.launcher, out, a, b, s)
     }
 
     fn add_into(&self, y: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(y) {
+            return host.add_into(y, x, s);
+        }
         elementwise::add_into(&self.launcher, y, x, s)
     }
 
     fn scale(&self, x: &ViewMut, factor: f32, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(x) {
+            return host.scale(x, factor, s);
+        }
         elementwise::scale(&self.launcher, x, factor, s)
     }
 
     fn cast(&self, dst: &ViewMut, src: &View, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(dst) {
+            return host.cast(dst, src, s);
+        }
         elementwise::cast(&self.launcher, dst, src, s)
     }
 
     fn count_nonfinite(&self, out: &ViewMut, x: &View, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(out) {
+            return host.count_nonfinite(out, x, s);
+        }
         elementwise::count_nonfinite(&self.launcher, out, x, s)
     }
 
     fn sum_squares(&self, nodes: &ViewMut, x: &View, first_chunk: usize, workspace: &ViewMut, s: &dyn Stream) -> Result<()> {
+        if let Some(host) = self.on_host(nodes) {
+            return host.sum_squares(nodes, x, first_chunk, workspace, s);
+        }
         norm_tree::sum_squares(&self.launcher, nodes, x, first_chunk, workspace, s)
     }
 
@@ -284,6 +333,9 @@ impl<L: Launcher> Ops for GpuOps<L> {
         max_norm: Option<f32>,
         s: &dyn Stream,
     ) -> Result<()> {
+        if let Some(host) = self.on_host(norm) {
+            return host.clip_scale(norm, scale, nodes, ranges, ranks, segments, max_norm, s);
+        }
         norm_tree::clip_scale(&self.launcher, norm, scale, nodes, ranges, ranks, segments, max_norm, s)
     }
 
@@ -298,6 +350,9 @@ impl<L: Launcher> Ops for GpuOps<L> {
         hp: AdamW,
         s: &dyn Stream,
     ) -> Result<()> {
+        if let Some(host) = self.on_host(param) {
+            return host.adamw(param, m, v, copy_out, g, scale, hp, s);
+        }
         adamw::update(&self.launcher, param, m, v, copy_out, g, scale, hp, s)
     }
 }

@@ -550,7 +550,7 @@ impl Default for MetricsConfig {
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[serde(deny_unknown_fields, default)]
 pub struct CommConfig {
-    /// `"auto"` or `"local"`.
+    /// `"auto"`: `"ccl"` (NCCL, RCCL) between GPUs, `"local"` (shared memory) between CPU ranks of a host.
     pub backend: String,
     /// CPU ranks of one host keep one copy of what is sharded, in shared memory; opening a unit then copies nothing.
     pub share_pages: bool,
@@ -578,18 +578,43 @@ impl Default for CommConfig {
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceConfig {
-    /// `"auto"` or `"cpu"`.
+    /// `"auto"` (a GPU where one is found, else the CPU), `"cuda"`, `"hip"` or `"cpu"`.
     pub kind: String,
     /// Threads per rank for operations; 0: cores / ranks of this host, at least 1.
     pub threads: usize,
     /// Bind each rank to cores of its own where the ranks of a host use all its cores.
     pub bind_threads: bool,
-    /// Streams of the CPU device: `"threaded"`, `"inline"` (debugging) or `"chaos"` (random delays, NaN-filled memory).
+    /// Streams: `"threaded"`, `"inline"` (debugging) or `"chaos"` (random delays, NaN-filled memory).
     pub mode: String,
+    /// Folder of compiled GPU kernels; by default one in the user's cache. `zlaunch kernels build` fills it ahead.
+    pub kernel_folder: Option<PathBuf>,
+    /// The GPU vendor's libraries, where they are not under their usual names.
+    pub libraries: LibraryPaths,
+}
+
+/// `[device.libraries]`: paths of the vendor's libraries.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[serde(deny_unknown_fields, default)]
+pub struct LibraryPaths {
+    /// The driver: `libcuda.so.1`, `libamdhip64.so.6`.
+    pub driver: Option<PathBuf>,
+    /// The run-time compiler: `libnvrtc.so.12`, `libhiprtc.so.6`.
+    pub compiler: Option<PathBuf>,
+    /// Dense products: `libcublasLt.so.12`, `libhipblaslt.so.0`.
+    pub blas: Option<PathBuf>,
+    /// Collectives: `libnccl.so.2`, `librccl.so.1`.
+    pub collectives: Option<PathBuf>,
 }
 
 impl Default for DeviceConfig {
     fn default() -> Self {
-        DeviceConfig { kind: "auto".into(), threads: 0, bind_threads: true, mode: "threaded".into() }
+        DeviceConfig {
+            kind: "auto".into(),
+            threads: 0,
+            bind_threads: true,
+            mode: "threaded".into(),
+            kernel_folder: None,
+            libraries: LibraryPaths::default(),
+        }
     }
 }

@@ -191,7 +191,7 @@ fn sharding(c: &Config, f: &mut Findings) {
     f.when(a.layers.is_some() && a.mode != CheckpointMode::Full, &["activation_checkpoint.layers", "activation_checkpoint.mode"], || {
         "activation_checkpoint.layers needs mode = \"full\": it says how many blocks are recomputed; set mode, or remove layers".into()
     });
-    f.name("comm.backend", &c.comm.backend, &["auto", "local"]);
+    f.name("comm.backend", &c.comm.backend, &["auto", "local", "ccl"]);
     for (key, secs) in [
         ("comm.init_timeout_seconds", c.comm.init_timeout_seconds),
         ("comm.train_timeout_seconds", c.comm.train_timeout_seconds),
@@ -199,12 +199,13 @@ fn sharding(c: &Config, f: &mut Findings) {
     ] {
         f.when(secs == 0, &[key], || format!("{key} = 0 would end every run at once: give at least 1"));
     }
-    match c.device.kind.as_str() {
-        gpu @ ("cuda" | "hip" | "rocm" | "gpu") => {
-            f.when(true, &["device.kind"], || format!("device.kind = \"{gpu}\": this build has no GPU device yet; use \"cpu\" or \"auto\""))
-        }
-        kind => f.name("device.kind", kind, &["auto", "cpu"]),
-    }
+    let kinds = ["auto", "cpu", "cuda", "hip"];
+    let kind = if c.device.kind == "rocm" { "hip" } else { &c.device.kind };
+    f.when(c.device.kind == "rocm", &["device.kind"], || "device.kind = \"rocm\": AMD's devices are \"hip\" here".into());
+    f.name("device.kind", kind, &kinds);
+    f.when(c.comm.backend == "ccl" && c.device.kind == "cpu", &["comm.backend", "device.kind"], || {
+        "comm.backend = \"ccl\" is for GPUs, device.kind = \"cpu\" is not one: use \"auto\" or \"local\"".into()
+    });
     f.name("device.mode", &c.device.mode, &["threaded", "inline", "chaos"]);
 }
 

@@ -32,6 +32,8 @@ struct Run {
     u64 seed;
     const Range* ranges;
     u32 n_ranges, error_bytes;
+    u32 sorted;  // ranges are disjoint and ascend
+    u32 unused;
     Counters* counters;
     char* error;
 };

@@ -25,19 +25,30 @@ inline __attribute__((noinline)) void bad_address(uintptr_t at, size_t bytes, bo
                (long long)(near->end - near->begin));
 }
 
+// The range that holds these bytes; null: none does.
+inline const Range* find_range(const Run& run, uintptr_t at, size_t bytes, bool write) {
+    const Range *first = run.ranges, *end = run.ranges + run.n_ranges;
+    if (run.sorted) {
+        first = std::upper_bound(first, end, (u64)at, [](u64 at, const Range& r) { return at < r.begin; });
+        if (first == run.ranges) return nullptr;
+        end = first--;
+    }
+    for (; first < end; first++)
+        if (at >= first->begin && at + bytes <= first->end && (!write || first->writable)) return first;
+    return nullptr;
+}
+
 inline void check_device(uintptr_t at, size_t bytes, bool write) {
-    static thread_local const Range* last __attribute__((tls_model("initial-exec")));
+    // The last range of some pages each, for kernels that go through several operands in turn.
+    static thread_local const Range* recent[16] __attribute__((tls_model("initial-exec")));
     const Run& run = *block->run;
+    const Range*& last = recent[at >> 12 & 15];
     // Only a guess, checked like the rest: it may be of an older launch, so its address is compared first.
     if (last >= run.ranges && last < run.ranges + run.n_ranges && at >= last->begin && at + bytes <= last->end && (!write || last->writable)) return;
-    for (u32 i = 0; i < run.n_ranges; i++) {
-        const Range& r = run.ranges[i];
-        if (at >= r.begin && at + bytes <= r.end && (!write || r.writable)) {
-            last = &r;
-            return;
-        }
-    }
-    bad_address(at, bytes, write);
+    if (const Range* found = find_range(run, at, bytes, write))
+        last = found;
+    else
+        bad_address(at, bytes, write);
 }
 
 inline void check_shared(uintptr_t at, size_t bytes, bool write) {

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::build::Kernels;
+use libloading::Library;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
@@ -66,13 +67,21 @@ impl Counters {
     }
 }
 
+/// Bytes of memory that a launch may touch.
 #[repr(C)]
-#[derive(Clone, Copy)]
-struct Range {
+#[derive(Clone, Copy, Debug)]
+pub struct Range {
     begin: u64,
     end: u64,
     writable: u32,
     unused: u32,
+}
+
+impl Range {
+    /// From `begin` up to `end`.
+    pub fn new(begin: u64, end: u64, writable: bool) -> Range {
+        Range { begin, end, writable: writable.into(), unused: 0 }
+    }
 }
 
 /// `emu::Run` of emu_core.h.
@@ -88,6 +97,8 @@ struct Run {
     ranges: *const Range,
     n_ranges: u32,
     error_bytes: u32,
+    sorted: u32,
+    unused: u32,
     counters: *mut Counters,
     error: *mut c_char,
 }
@@ -133,25 +144,66 @@ impl SimtLauncher {
     }
 }
 
+/// A kernel, compiled for the host and loaded.
+#[derive(Clone)]
+pub struct Prepared {
+    kernel: &'static Kernel,
+    entry: Entry,
+    // Behind the function that it owns.
+    _library: Arc<Library>,
+}
+
+/// Where and how large a launch is.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Blocks in three dimensions.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared_bytes: u32,
+}
+
 impl Emulator {
-    /// Runs one launch. `cell` is the fault cell.
-    fn launch(&self, launch: &Launch, mut ranges: Vec<Range>, cell: &u64) -> std::result::Result<(), String> {
-        let kernel = table::kernel(launch.kernel).or_else(|| TEST_KERNELS.iter().find(|k| k.name == launch.kernel));
-        let kernel = kernel.ok_or_else(|| format!("{} is in no table", launch.kernel))?;
+    /// Launches of these kernels, in order, without counters.
+    pub fn new(kernels: Arc<Kernels>, workers: u32) -> Emulator {
+        Emulator { kernels, order: Order::Forward, workers, count: false, counters: Mutex::default() }
+    }
+
+    /// The kernel of this name, which is compiled if nobody did so before.
+    ///
+    /// # Errors
+    /// No such kernel, no compiler, or what the compiler says.
+    pub fn prepare(&self, name: &str) -> std::result::Result<Prepared, String> {
+        let kernel = table::kernel(name).or_else(|| TEST_KERNELS.iter().find(|k| k.name == name));
+        let kernel = kernel.ok_or_else(|| format!("{name} is in no table"))?;
         let library = self.kernels.library(kernel.source)?;
         let symbol = |prefix: &str| format!("{prefix}_{}", kernel.name);
         let missing = |e: libloading::Error| format!("{} in {}: {e}", kernel.name, kernel.source);
         // SAFETY: the emulator's macro gives both symbols these types.
         let (entry, bytes) = unsafe {
             let entry = library.get::<Entry>(symbol("emu_launch").as_bytes()).map_err(missing)?;
-            (entry, library.get::<Bytes>(symbol("emu_bytes").as_bytes()).map_err(missing)?)
+            (*entry, *library.get::<Bytes>(symbol("emu_bytes").as_bytes()).map_err(missing)?)
         };
         // SAFETY: a function without arguments.
         let expected = unsafe { bytes() } as usize;
-        if launch.params.len() != expected || kernel.params_bytes != expected {
-            let (passed, table) = (launch.params.len(), kernel.params_bytes);
-            return Err(format!("{} takes {expected} bytes of parameters, got {passed}, the table says {table}", kernel.name));
+        if kernel.params_bytes != expected {
+            return Err(format!("{} takes {expected} bytes of parameters, the table says {}", kernel.name, kernel.params_bytes));
         }
+        Ok(Prepared { kernel, entry, _library: library })
+    }
+
+    /// Runs a kernel with these parameters, a whole number of words. `ranges` are disjoint and ascend.
+    ///
+    /// # Errors
+    /// What the kernel did wrong.
+    pub fn run(&self, kernel: &Prepared, extent: Extent, params: &[u64], ranges: &[Range]) -> std::result::Result<(), String> {
+        self.execute(kernel, extent, params, ranges, true)
+    }
+
+    /// Runs one launch. `cell` is the fault cell.
+    fn launch(&self, launch: &Launch, mut ranges: Vec<Range>, cell: &u64) -> std::result::Result<(), String> {
+        let prepared = self.prepare(launch.kernel)?;
         // Aligned as the kernel's struct.
         let mut params = vec![0u64; launch.params.len().div_ceil(8)];
         bytemuck::cast_slice_mut(&mut params)[..launch.params.len()].copy_from_slice(&launch.params);
@@ -165,7 +217,27 @@ impl Emulator {
             bytemuck::cast_slice_mut(&mut data)[..bytes.len()].copy_from_slice(bytes);
             let begin = data.as_ptr() as u64;
             bytemuck::cast_slice_mut::<u64, u8>(&mut params)[*at..at + 8].copy_from_slice(&begin.to_ne_bytes());
-            ranges.push(Range { begin, end: begin + bytes.len() as u64, writable: 0, unused: 0 });
+            ranges.push(Range::new(begin, begin + bytes.len() as u64, false));
+        }
+        let Launch { grid, threads, shared_bytes, .. } = *launch;
+        let bytes = launch.params.len();
+        if bytes != prepared.kernel.params_bytes {
+            return Err(format!("{} takes {} bytes of parameters, got {bytes}", launch.kernel, prepared.kernel.params_bytes));
+        }
+        self.execute(&prepared, Extent { grid, threads, shared_bytes }, &params, &ranges, false)
+    }
+
+    fn execute(
+        &self,
+        kernel: &Prepared,
+        extent: Extent,
+        params: &[u64],
+        ranges: &[Range],
+        sorted: bool,
+    ) -> std::result::Result<(), String> {
+        let Prepared { kernel, entry, .. } = kernel;
+        if params.len() != kernel.params_bytes.div_ceil(8) {
+            return Err(format!("{} takes {} bytes of parameters, got {} words", kernel.name, kernel.params_bytes, params.len()));
         }
         let (order, seed) = match self.order {
             Order::Forward => (0, 0),
@@ -175,9 +247,9 @@ impl Emulator {
         let mut counters = Counters::default();
         let mut error = vec![0u8; 1024];
         let run = Run {
-            grid: launch.grid,
-            threads: launch.threads,
-            shared_bytes: launch.shared_bytes,
+            grid: extent.grid,
+            threads: extent.threads,
+            shared_bytes: extent.shared_bytes,
             order,
             workers: self.workers,
             count: self.count.into(),
@@ -185,6 +257,8 @@ impl Emulator {
             ranges: ranges.as_ptr(),
             n_ranges: ranges.len() as u32,
             error_bytes: error.len() as u32,
+            sorted: sorted.into(),
+            unused: 0,
             counters: &mut counters,
             error: error.as_mut_ptr().cast(),
         };
@@ -201,7 +275,7 @@ impl Emulator {
 
 fn range(view: &View, writable: bool) -> Option<Range> {
     let begin = view.host_ptr()? as u64;
-    Some(Range { begin, end: begin + view.bytes() as u64, writable: writable.into(), unused: 0 })
+    Some(Range::new(begin, begin + view.bytes() as u64, writable))
 }
 
 impl Launcher for SimtLauncher {
@@ -223,7 +297,7 @@ impl Launcher for SimtLauncher {
             let ranges = writes.iter().map(|v| range(v, true)).chain(reads.iter().map(|v| range(v, false)));
             let mut ranges: Vec<Range> = ranges.flatten().collect();
             let at = std::ptr::from_ref(&cell) as u64;
-            ranges.push(Range { begin: at, end: at + 8, writable: 1, unused: 0 });
+            ranges.push(Range::new(at, at + 8, true));
             for launch in &launches {
                 emulator.launch(launch, ranges.clone(), &cell).map_err(|what| Error::Shape { op, what })?;
                 if let Some(fault) = &fault {

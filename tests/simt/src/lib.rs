@@ -18,7 +18,6 @@ pub mod gates;
 pub mod launcher;
 pub mod page;
 pub mod plan;
-pub mod rtc;
 pub mod shapes;
 pub mod testing;
 

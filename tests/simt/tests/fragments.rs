@@ -20,7 +20,8 @@ fn launch(arch: &'static str, order: Order, kernel: &'static str, a: &[f32], b: 
     let address = |v: &ViewMut| device.launcher().address("test", v).unwrap().0.to_ne_bytes();
     let params: Vec<u8> = std::iter::once(&out).chain(&inputs).flat_map(address).collect();
     let shared_bytes = (4 * a.len() * dtype.bytes() + 1024) as u32;
-    let launch = Launch { kernel, grid: [1, 1, 1], threads: device.arch().lanes, shared_bytes, params, fault_at: None, data: None };
+    let launch =
+        Launch { kernel, grid: [1, 1, 1], threads: device.arch().lanes, shared_bytes, params, fault_at: None, data: None, dense: None };
     let reads = inputs.iter().map(|v| v.view()).collect();
     let work = Work { op: "test", launches: vec![launch], reads, writes: vec![out.clone()], fault: None };
     device.launcher().run(work, rig.stream()).unwrap();

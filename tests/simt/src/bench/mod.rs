@@ -1,13 +1,12 @@
 //! The bench of kernels on a real GPU: `benches/gpu.sh`. Every call of training is checked against the CPU, then timed beside
 //! what the machine's own copy and product reach.
 //!
-//! * [`driver`] the driver's functions. [`launcher`] a [`zrt_kernels::gpu::launch::Launcher`] over them, and device memory.
+//! * [`gpu`] the first GPU, through the product's own device.
 //! * [`checks`] any device against the CPU: also the emulator, which proves the checks themselves without a GPU.
 //! * [`times`] the table.
 
 pub mod checks;
-pub mod driver;
-pub mod launcher;
+pub mod gpu;
 pub mod times;
 
 use crate::shapes::Memory;

@@ -2,12 +2,12 @@
 //! docs/kernels.md predicts, and PyTorch's time for the same maths if `benches/compare/gpu.py` was run.
 
 use super::Target;
-use super::launcher::Gpu;
+use super::gpu::Gpu;
 use crate::plan::plan;
 use crate::shapes::{self, B8, Call, Case, Fill, Memory};
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
-use zrt_kernels::DType;
+use zrt_kernels::{DType, Result};
 
 /// Tokens of the measured block.
 pub const TOKENS: usize = 2048;
@@ -45,39 +45,24 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// Seconds of one run: the mean of as many as fit into `budget`, after three.
-fn secs_of(gpu: &Gpu, budget: Duration, run: &dyn Fn() -> Result<(), String>) -> Result<f64, String> {
-    let driver = gpu.driver();
-    let (from, to) = (driver.event()?, driver.event()?);
-    for _ in 0..2 {
-        run()?;
-    }
-    driver.sync()?;
-    let started = Instant::now();
-    run()?;
-    driver.sync()?;
-    let runs = (budget.as_secs_f64() / started.elapsed().as_secs_f64().max(1e-6)).clamp(3.0, 200.0) as u32;
-    driver.record(&from)?;
-    for _ in 0..runs {
-        run()?;
-    }
-    driver.record(&to)?;
-    driver.sync()?;
-    Ok(driver.secs(&from, &to)? / f64::from(runs))
+fn secs_of(gpu: &Gpu, budget: Duration, run: &dyn Fn() -> Result<()>) -> Result<f64> {
+    gpu.secs(2, run)?;
+    let one = gpu.secs(1, run)?;
+    let runs = (budget.as_secs_f64() / one.max(1e-6)).clamp(3.0, 200.0) as u32;
+    Ok(gpu.secs(runs, run)? / f64::from(runs))
 }
 
 /// Bytes a second, read and written, of a copy of 2 GB within the device.
-fn copy_rate(gpu: &Gpu) -> Result<f64, String> {
+fn copy_rate(gpu: &Gpu) -> Result<f64> {
     let bytes = 2usize << 30;
-    let one = || gpu.tensor(bytes / 4, DType::F32, Fill::Zeros).map_err(|e| e.to_string());
+    let one = || gpu.tensor(bytes / 4, DType::F32, Fill::Zeros);
     let (from, to) = (one()?, one()?);
-    let at = |view: &zrt_kernels::View| gpu.address(view).map_err(|e| e.to_string());
-    let (from_at, to_at) = (at(&from)?, at(&to)?);
-    let secs = secs_of(gpu, Duration::from_millis(200), &|| gpu.driver().copy(to_at, from_at, bytes))?;
+    let secs = secs_of(gpu, Duration::from_millis(200), &|| gpu.stream().copy(&to, &from))?;
     Ok(2.0 * bytes as f64 / secs)
 }
 
-fn run(gpu: &Gpu, call: &Call) -> Result<(), String> {
-    (call.run)(gpu.ops(), gpu.stream()).map_err(|e| e.to_string())
+fn run(gpu: &Gpu, call: &Call) -> Result<()> {
+    (call.run)(gpu.ops(), gpu.stream())
 }
 
 /// The row of a call: ours, PyTorch's.
@@ -91,8 +76,7 @@ fn row(case: &Case, secs: f64, share: &str, peers: &Peers) -> String {
 ///
 /// # Errors
 /// What the driver says.
-pub fn table(gpu: &Gpu, peers: &Peers, budget: Duration) -> Result<String, String> {
-    gpu.watch_faults(false);
+pub fn table(gpu: &Gpu, peers: &Peers, budget: Duration) -> Result<String> {
     let started = Instant::now();
     let copy = copy_rate(gpu)?;
     // The best product that anybody made here: PyTorch's, else ours.
@@ -110,7 +94,7 @@ pub fn table(gpu: &Gpu, peers: &Peers, budget: Duration) -> Result<String, Strin
             out += "stopped: out of time\n";
             break;
         }
-        let planned = match plan(&case, gpu.arch()) {
+        let planned = match plan(&case, &gpu.facts().arch) {
             Ok(planned) => planned,
             Err(e) => {
                 missing += case.times;
@@ -118,7 +102,7 @@ pub fn table(gpu: &Gpu, peers: &Peers, budget: Duration) -> Result<String, Strin
                 continue;
             }
         };
-        let call = (case.prepare)(gpu).map_err(|e| e.to_string())?;
+        let call = (case.prepare)(gpu)?;
         let secs = match secs_of(gpu, Duration::from_millis(300), &|| run(gpu, &call)) {
             Ok(secs) => secs,
             Err(e) => {
@@ -150,8 +134,7 @@ pub fn table(gpu: &Gpu, peers: &Peers, budget: Duration) -> Result<String, Strin
     }
     if missing == 0 {
         let all = shapes::block(B8, TOKENS, RANKS[0]);
-        let calls = all.iter().map(|c| Ok((c.times, (c.prepare)(gpu)?))).collect::<zrt_kernels::Result<Vec<_>>>();
-        let calls = calls.map_err(|e| e.to_string())?;
+        let calls = all.iter().map(|c| Ok((c.times, (c.prepare)(gpu)?))).collect::<Result<Vec<_>>>()?;
         let block = || calls.iter().try_for_each(|(times, call)| (0..*times).try_for_each(|_| run(gpu, call)));
         let secs = secs_of(gpu, Duration::from_secs(2), &block)?;
         let _ = writeln!(out, "The same calls back to back: {:.2} ms", secs * 1e3);

@@ -12,7 +12,7 @@ use std::time::Duration;
 use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
 use zrt_simt::bench::Target;
 use zrt_simt::bench::checks::{Host, Outcome, TOLERANCE, check, checked};
-use zrt_simt::bench::launcher::Gpu;
+use zrt_simt::bench::gpu::Gpu;
 use zrt_simt::bench::times::{Peers, cases, table};
 use zrt_simt::{SimtDevice, SimtOptions};
 
@@ -54,14 +54,16 @@ fn run(arguments: &[String]) -> Result<bool, String> {
             check_all(&Host::new(device).map_err(|e| e.to_string())?, false)
         }
         peers => {
-            let Some(gpu) = Gpu::find()? else {
+            let Some(gpu) = Gpu::find().map_err(|e| e.to_string())? else {
                 println!("not run: no CUDA or HIP device");
                 return Ok(true);
             };
-            println!("{}, {}, {} units, {}", gpu.driver().name, gpu.arch().name, gpu.arch().units, gpu.rtc().version());
+            let facts = gpu.facts();
+            println!("{}, {}, {} units, driver {}", facts.name, facts.arch.name, facts.arch.units, facts.driver_version);
             let right = check_all(&gpu, true)?;
             let text = peers.map(std::fs::read_to_string).transpose().map_err(|e| format!("{}: {e}", arguments[0]))?;
-            println!("{}", table(&gpu, &Peers::parse(&text.unwrap_or_default()), Duration::from_secs(180))?);
+            let peers = Peers::parse(&text.unwrap_or_default());
+            println!("{}", table(&gpu, &peers, Duration::from_secs(180)).map_err(|e| e.to_string())?);
             Ok(right)
         }
     }

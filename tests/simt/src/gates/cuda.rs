@@ -23,7 +23,7 @@ fn after(text: &str, word: &str) -> Option<u32> {
 /// # Errors
 /// What the compiler or the disassembler says, or a kernel of which they do not say all.
 pub fn compile(tools: &Tools, source: &str, arch: &str) -> Result<Vec<Row>, String> {
-    let compiled = tools.nvrtc.as_ref().map_err(Clone::clone)?.compile(source, arch)?;
+    let compiled = tools.nvrtc.as_ref().map_err(Clone::clone)?.compile(source, arch).map_err(|e| e.to_string())?;
     let mut rows = Vec::new();
     for part in compiled.log.split("Compiling entry function '").skip(1) {
         let kernel = part.split('\'').next().unwrap_or_default();

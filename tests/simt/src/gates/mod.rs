@@ -142,7 +142,12 @@ fn compile(tools: &Tools, source: &str, arch: &'static str, version: &str) -> Re
     let mut hash = DefaultHasher::new();
     let headers = table::SOURCES.iter().filter(|(name, _)| !name.ends_with(".cu") || *name == source);
     // What reads the compiler's output is part of the result.
-    let readers = [include_str!("mod.rs"), include_str!("cuda.rs"), include_str!("amd.rs"), include_str!("../rtc.rs")];
+    let readers = [
+        include_str!("mod.rs"),
+        include_str!("cuda.rs"),
+        include_str!("amd.rs"),
+        include_str!("../../../../kernels/src/gpu/driver/rtc.rs"),
+    ];
     (headers.collect::<Vec<_>>(), readers, version).hash(&mut hash);
     let folder = target_folder().join("gates");
     let path = folder.join(format!("{source}.{arch}.{:016x}", hash.finish()));

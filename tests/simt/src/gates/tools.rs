@@ -1,9 +1,10 @@
 //! Where are the compilers? Under `target/gpu-tools`, where `.ci/tools` puts them, else where the system has them.
 
 use crate::build::target_folder;
-use crate::rtc::Rtc;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use zrt_kernels::gpu::driver::Vendor;
+use zrt_kernels::gpu::driver::rtc::Rtc;
 
 /// A compiler of GPU code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +51,8 @@ impl Tools {
         let works = |path: PathBuf, args: &[&str]| output(&path, args).map(|_| path);
         let system = |name: &str| works(name.into(), &["--version"]);
         let nvrtc = match packaged("nvidia/cu13/lib/libnvrtc.so.13") {
-            Some(path) => Rtc::nvidia(path),
-            None => Rtc::nvidia("libnvrtc.so.13").or_else(|_| Rtc::nvidia("libnvrtc.so.12")).map_err(|_| "no NVRTC (libnvrtc.so)".into()),
+            Some(path) => Rtc::open(Vendor::Nvidia, Some(&path)).map_err(|e| e.to_string()),
+            None => Rtc::open(Vendor::Nvidia, None).map_err(|_| "no NVRTC (libnvrtc.so)".into()),
         };
         Tools {
             nvrtc,

@@ -1,12 +1,14 @@
 //! How do the embedded sources become code of a GPU at run time? By the vendor's run-time compiler, NVRTC or hipRTC: a library
 //! that needs neither a driver nor a folder of headers, since ours are passed as strings. The two have the same functions under
-//! two prefixes, so there is one table of them. The compile gates and the bench on a real GPU use it.
+//! two prefixes, so there is one table of them.
 #![allow(unsafe_code)]
 
-use libloading::Library;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use super::library::Symbols;
+use super::{Vendor, c_text, cuda, open_library};
+use crate::gpu::table;
+use crate::{Error, Result};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::Path;
-use zrt_kernels::gpu::table;
 
 type Handle = *mut c_void;
 type Strings = *const *const c_char;
@@ -33,7 +35,7 @@ pub struct Rtc {
     functions: Functions,
     amd: bool,
     // Behind the functions that it owns.
-    _library: Library,
+    library: Symbols,
 }
 
 /// What a compiler made of one source.
@@ -47,30 +49,23 @@ pub struct Compiled {
 }
 
 impl Rtc {
-    /// The compiler in this library: `libnvrtc.so.13`, or a path to it.
+    /// The compiler of this vendor: at `path`, else as it is installed.
     ///
     /// # Errors
-    /// The library or a function is missing.
-    pub fn nvidia(library: impl AsRef<Path>) -> Result<Rtc, String> {
-        Rtc::open(library.as_ref(), "nvrtc", "CUBIN", false)
-    }
-
-    /// The compiler in this library: `libhiprtc.so.6`, or a path to it.
-    ///
-    /// # Errors
-    /// The library or a function is missing.
-    pub fn amd(library: impl AsRef<Path>) -> Result<Rtc, String> {
-        Rtc::open(library.as_ref(), "hiprtc", "Code", true)
-    }
-
-    fn open(path: &Path, prefix: &str, code: &str, amd: bool) -> Result<Rtc, String> {
-        // SAFETY: the vendor's library; its initializers have no demands on us.
-        let library = unsafe { Library::new(path) }.map_err(|e| format!("{}: {e}", path.display()))?;
-        fn symbol<T: Copy>(library: &Library, name: String) -> Result<T, String> {
+    /// [`Error::Library`]: the library or a function is missing.
+    pub fn open(vendor: Vendor, path: Option<&Path>) -> Result<Rtc> {
+        let amd = vendor == Vendor::Amd;
+        let library = match (vendor, path) {
+            (Vendor::Nvidia, None) => cuda::open_compiler()?,
+            (Vendor::Nvidia, _) => open_library(path, &[], "")?,
+            (Vendor::Amd, _) => open_library(path, &["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so"], NO_COMPILER)?,
+        };
+        let (prefix, code) = if amd { ("hiprtc", "Code") } else { ("nvrtc", "CUBIN") };
+        fn symbol<T: Copy>(library: &Symbols, name: String) -> Result<T> {
             // SAFETY: `T` is the function's type in the vendor's header, given by the field that it is stored in.
-            unsafe { library.get::<T>(name.as_bytes()) }.map(|f| *f).map_err(|e| format!("{name}: {e}"))
+            unsafe { library.get::<T>(&name) }
         }
-        let getter = |what: &str| -> Result<Getter, String> {
+        let getter = |what: &str| -> Result<Getter> {
             let bytes = symbol(&library, format!("{prefix}Get{what}Size"))?;
             Ok(Getter { bytes, get: symbol(&library, format!("{prefix}Get{what}"))? })
         };
@@ -82,20 +77,19 @@ impl Rtc {
             compile: symbol(&library, format!("{prefix}CompileProgram"))?,
             log: getter("ProgramLog")?,
             code: getter(code)?,
-            ptx: if amd { None } else { Some(getter("PTX")?) },
+            // Only the compile gates read it.
+            ptx: if amd { None } else { getter("PTX").ok() },
         };
-        Ok(Rtc { functions, amd, _library: library })
+        Ok(Rtc { functions, amd, library })
     }
 
-    fn check(&self, what: &str, code: c_int) -> Result<(), String> {
+    fn check(&self, what: &str, call: &'static str, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
         // SAFETY: takes any code, returns a static text or null.
-        let text = unsafe { (self.functions.error)(code) };
-        // SAFETY: as above.
-        let text = if text.is_null() { "unknown".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() };
-        Err(format!("{what}: {text} ({code})"))
+        let text = c_text(unsafe { (self.functions.error)(code) });
+        Err(Error::Driver { what: format!("{}, {what}", self.library.name()), call, code, text })
     }
 
     /// Its name and version: `NVRTC 13.5`.
@@ -111,23 +105,24 @@ impl Rtc {
     ///
     /// # Errors
     /// What the compiler says.
-    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, String> {
-        let text = table::SOURCES.iter().find(|(name, _)| *name == source).ok_or_else(|| format!("no source {source}"))?.1;
+    pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled> {
+        let unknown = || Error::Shape { op: "compile", what: format!("no source {source}") };
+        let text = table::SOURCES.iter().find(|(name, _)| *name == source).ok_or_else(unknown)?.1;
         let options: &[&str] = if self.amd { &["-std=c++17", "-O3"] } else { &["--std=c++17", "--ptxas-options=-v", "--disable-warnings"] };
         let machine = if self.amd { format!("--offload-arch={arch}") } else { format!("--gpu-architecture={arch}") };
         let options: Vec<&str> = std::iter::once(machine.as_str()).chain(options.iter().copied()).collect();
-        self.compile_text(source, text, &options).map_err(|e| format!("{source} for {arch}: {e}"))
+        self.compile_text(source, text, &options)
     }
 
-    fn compile_text(&self, name: &str, text: &str, options: &[&str]) -> Result<Compiled, String> {
-        let c = |s: &str| CString::new(s).map_err(|e| e.to_string());
+    fn compile_text(&self, source: &str, text: &str, options: &[&str]) -> Result<Compiled> {
+        let c = |s: &str| CString::new(s).map_err(|e| Error::Shape { op: "compile", what: format!("{source}: {e}") });
         let (headers, names): (Vec<_>, Vec<_>) =
             table::SOURCES.iter().filter(|(name, _)| !name.ends_with(".cu")).map(|(name, text)| (c(text), c(name))).unzip();
-        let (headers, names) = (headers.into_iter().collect::<Result<Vec<_>, _>>()?, names.into_iter().collect::<Result<Vec<_>, _>>()?);
-        let options = options.iter().map(|o| c(o)).collect::<Result<Vec<_>, _>>()?;
+        let (headers, names) = (headers.into_iter().collect::<Result<Vec<_>>>()?, names.into_iter().collect::<Result<Vec<_>>>()?);
+        let options = options.iter().map(|o| c(o)).collect::<Result<Vec<_>>>()?;
         let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
         let (headers_at, names_at, options_at) = (pointers(&headers), pointers(&names), pointers(&options));
-        let (name, text) = (c(name)?, c(text)?);
+        let (name, text) = (c(source)?, c(text)?);
         let f = &self.functions;
 
         let mut program = Program { handle: std::ptr::null_mut(), rtc: self };
@@ -136,18 +131,21 @@ impl Rtc {
             let headers = headers_at.len() as c_int;
             (f.create)(&mut program.handle, text.as_ptr(), name.as_ptr(), headers, headers_at.as_ptr(), names_at.as_ptr())
         };
-        self.check("create program", code)?;
+        self.check(source, "CreateProgram", code)?;
         // SAFETY: as above.
         let code = unsafe { (f.compile)(program.handle, options_at.len() as c_int, options_at.as_ptr()) };
-        let log = String::from_utf8_lossy(&program.get("log", &f.log)?).trim_end_matches('\0').to_string();
-        self.check("compile", code).map_err(|e| format!("{e}\n{log}"))?;
+        let log = String::from_utf8_lossy(&program.get("GetProgramLog", &f.log)?).trim_end_matches('\0').to_string();
+        self.check(&format!("{source}: {log}"), "CompileProgram", code)?;
         let ptx = match &f.ptx {
-            Some(getter) => String::from_utf8_lossy(&program.get("PTX", getter)?).trim_end_matches('\0').to_string(),
+            Some(getter) => String::from_utf8_lossy(&program.get("GetPTX", getter)?).trim_end_matches('\0').to_string(),
             None => String::new(),
         };
-        Ok(Compiled { code: program.get("code", &f.code)?, ptx, log })
+        Ok(Compiled { code: program.get("GetCode", &f.code)?, ptx, log })
     }
 }
+
+pub(super) const NO_COMPILER: &str =
+    "install the vendor's run-time compiler, name it in [device.libraries], or make code ahead with `zlaunch kernels build`";
 
 struct Program<'a> {
     handle: Handle,
@@ -155,14 +153,14 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    fn get(&self, what: &str, getter: &Getter) -> Result<Vec<u8>, String> {
+    fn get(&self, call: &'static str, getter: &Getter) -> Result<Vec<u8>> {
         let mut bytes = 0;
         // SAFETY: a program, and a number to write to.
-        self.rtc.check(what, unsafe { (getter.bytes)(self.handle, &mut bytes) })?;
+        self.rtc.check("result of a compilation", call, unsafe { (getter.bytes)(self.handle, &mut bytes) })?;
         let mut out = vec![0u8; bytes];
         if bytes > 0 {
             // SAFETY: as many bytes as it asked for.
-            self.rtc.check(what, unsafe { (getter.get)(self.handle, out.as_mut_ptr().cast()) })?;
+            self.rtc.check("result of a compilation", call, unsafe { (getter.get)(self.handle, out.as_mut_ptr().cast()) })?;
         }
         Ok(out)
     }

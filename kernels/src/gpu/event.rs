@@ -1,0 +1,185 @@
+//! What is a point in a GPU stream's order? Work is issued by the stream's thread some time after it is enqueued, and runs on the device
+//! some time after that: a [`Point`] is pending, then issued (the driver has an event for it), then passed.
+//!
+//! With a point goes what waits for it: operands that must live until then, and what is looked at then (fault cells, bytes for the host).
+
+use super::driver::RawEvent;
+use super::stream::Shared;
+use crate::memory::View;
+use crate::{Error, Event, Result};
+use std::any::Any;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+pub(super) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is looked at once a point was passed.
+pub(super) type Check = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// What a stream has issued since its last point.
+#[derive(Default)]
+pub(super) struct Held {
+    pub views: Vec<View>,
+    pub checks: Vec<Check>,
+}
+
+enum State {
+    Pending,
+    /// With the point before it in its stream, as long as that one may not have been passed.
+    Issued(Arc<RawEvent>, Held, Option<Arc<Point>>),
+    Passed(Result<()>),
+}
+
+/// See the module documentation.
+pub(super) struct Point {
+    stream: Arc<str>,
+    owner: Weak<Shared>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Point {
+    pub fn new(stream: Arc<str>, owner: Weak<Shared>) -> Arc<Point> {
+        Arc::new(Point { stream, owner, state: Mutex::new(State::Pending), changed: Condvar::new() })
+    }
+
+    /// Whether it is of this stream, whose order holds anyway.
+    pub fn is_of(&self, stream: &Arc<Shared>) -> bool {
+        std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(stream))
+    }
+
+    /// The driver knows it now, after `before`.
+    pub fn issue(&self, event: RawEvent, held: Held, before: Option<Arc<Point>>) {
+        *lock(&self.state) = State::Issued(Arc::new(event), held, before);
+        self.changed.notify_all();
+    }
+
+    /// It is over; what was held is let go.
+    pub fn pass(&self, outcome: Result<()>) {
+        let before = std::mem::replace(&mut *lock(&self.state), State::Passed(outcome));
+        self.changed.notify_all();
+        drop(before);
+    }
+
+    /// Waits until the stream's thread has issued it. The driver's event, or what came of it.
+    pub fn issued(&self) -> std::result::Result<Arc<RawEvent>, Result<()>> {
+        let mut state = lock(&self.state);
+        loop {
+            match &*state {
+                State::Pending => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                State::Issued(event, ..) => return Ok(event.clone()),
+                State::Passed(outcome) => return Err(outcome.clone()),
+            }
+        }
+    }
+
+    /// Whether it was passed, without waiting; runs what is to be looked at then, also of the points before it in its stream, in order.
+    /// Locks states of points only, later ones before earlier ones: a check may ask for points of other streams.
+    pub fn settle(self: &Arc<Point>) -> Option<Result<()>> {
+        let mut chain = vec![self.clone()];
+        loop {
+            let before = match &*lock(&chain[chain.len() - 1].state) {
+                State::Issued(_, _, Some(before)) => before.clone(),
+                _ => break,
+            };
+            chain.push(before);
+        }
+        let mut outcome = None;
+        while let Some(point) = chain.pop() {
+            outcome = Some(point.try_pass()?);
+        }
+        outcome
+    }
+
+    /// As [`Point::settle`], once the points before it were settled.
+    pub fn try_pass(&self) -> Option<Result<()>> {
+        let mut state = lock(&self.state);
+        let passed = match &*state {
+            State::Pending => return None,
+            State::Passed(outcome) => return Some(outcome.clone()),
+            State::Issued(event, ..) => event.passed(),
+        };
+        let outcome = match passed {
+            Ok(false) => return None,
+            Ok(true) => Ok(()),
+            Err(e) => Err(e),
+        };
+        let State::Issued(_, held, _) = std::mem::replace(&mut *state, State::Pending) else { return None };
+        let outcome = held.checks.into_iter().fold(outcome, |so_far, check| so_far.and_then(|()| check()));
+        *state = State::Passed(outcome.clone());
+        self.changed.notify_all();
+        drop(state);
+        Some(outcome)
+    }
+
+    /// As [`Point::settle`]; its stream learns of an error.
+    fn query(self: &Arc<Point>) -> Option<Result<()>> {
+        if let Some(owner) = self.owner.upgrade() {
+            owner.retire();
+        }
+        self.settle()
+    }
+
+    /// Waits at most `deadline`.
+    pub fn wait(self: &Arc<Point>, deadline: Duration) -> Result<()> {
+        let end = Instant::now().checked_add(deadline);
+        let mut pause = Pause::default();
+        loop {
+            if let Some(outcome) = self.query() {
+                return outcome;
+            }
+            if end.is_some_and(|end| Instant::now() >= end) {
+                let what = format!("event of stream '{}'", self.stream);
+                return Err(Error::Deadline { what, secs: deadline.as_secs() });
+            }
+            pause.once();
+        }
+    }
+}
+
+/// Pauses of a thread that polls the driver: none at first, then longer ones.
+#[derive(Default)]
+pub(super) struct Pause(u32);
+
+impl Pause {
+    pub fn once(&mut self) {
+        self.0 += 1;
+        match self.0 {
+            0..64 => std::hint::spin_loop(),
+            64..256 => std::thread::yield_now(),
+            n => std::thread::sleep(Duration::from_micros(u64::from(n.min(1000) / 10))),
+        }
+    }
+}
+
+/// A GPU's event.
+#[derive(Default)]
+pub(super) struct GpuEvent {
+    latest: Mutex<Option<Arc<Point>>>,
+}
+
+impl GpuEvent {
+    pub fn set(&self, point: Arc<Point>) {
+        *lock(&self.latest) = Some(point);
+    }
+
+    pub fn latest(&self) -> Option<Arc<Point>> {
+        lock(&self.latest).clone()
+    }
+}
+
+impl Event for GpuEvent {
+    fn query(&self) -> bool {
+        self.latest().is_none_or(|point| point.query().is_some())
+    }
+
+    fn sync(&self, deadline: Duration) -> Result<()> {
+        self.latest().map_or(Ok(()), |point| point.wait(deadline))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,163 @@
+//! Which device does a rank compute on? `device.kind` says it, or `"auto"`: a GPU where a driver and enough devices are found, else the CPU.
+//!
+//! The launcher decides once for all ranks ([`resolve`]) and says what it found; a rank then opens its own ([`open`]). From there on all is
+//! the same: the trainer sees a [`Device`] and a communicator.
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::run::{cpu_device, local_options, threads};
+use std::path::PathBuf;
+use std::sync::Arc;
+use zrt_collectives::Comm;
+use zrt_collectives::local::LocalComm;
+use zrt_collectives::store::Store;
+use zrt_kernels::cpu::trace::TraceEvent;
+use zrt_kernels::cpu::{CpuDevice, Mode};
+use zrt_kernels::gpu::driver::{Facts, Libraries, Vendor, find};
+use zrt_kernels::gpu::{CodeOptions, GpuDevice, GpuOptions};
+use zrt_kernels::sim::{SimDevice, SimOptions};
+use zrt_kernels::{Device, gpu};
+
+/// The device of a rank.
+pub enum Computes {
+    /// Cores of the host.
+    Cpu(Arc<CpuDevice>),
+    /// One GPU.
+    Gpu(Arc<GpuDevice>, Vendor),
+}
+
+impl Computes {
+    /// As the trainer sees it.
+    pub fn device(&self) -> Arc<dyn Device> {
+        match self {
+            Computes::Cpu(device) => device.clone(),
+            Computes::Gpu(device, _) => device.clone(),
+        }
+    }
+
+    /// Takes its timeline.
+    pub fn trace_events(&self) -> Vec<TraceEvent> {
+        match self {
+            Computes::Cpu(device) => device.trace_events(),
+            Computes::Gpu(device, _) => device.trace_events(),
+        }
+    }
+
+    /// Joins the other ranks: through the vendor's library where several GPUs compute, else through the host's memory.
+    ///
+    /// # Errors
+    /// Ranks that do not come, a library that is missing or fails.
+    pub fn join(&self, config: &Config, store: Arc<dyn Store>, rank: usize, ranks: usize) -> Result<Comm> {
+        match self {
+            Computes::Gpu(..) if ranks > 1 => Err(Error::Input("CCL".into())),
+            _ => Ok(Arc::new(LocalComm::join(&*store, rank, ranks, local_options(config))?)),
+        }
+    }
+}
+
+/// The vendor that `device.kind` names; `None`: the CPU, or not decided yet.
+fn vendor(config: &Config) -> Option<Vendor> {
+    Vendor::ALL.into_iter().find(|v| v.kind() == config.device.kind)
+}
+
+fn libraries(config: &Config) -> Libraries {
+    let l = &config.device.libraries;
+    Libraries { driver: l.driver.clone(), compiler: l.compiler.clone(), blas: l.blas.clone(), collectives: l.collectives.clone() }
+}
+
+/// Where compiled kernels are kept.
+pub fn kernel_folder(config: &Config) -> Option<PathBuf> {
+    config.device.kernel_folder.clone().or_else(|| crate::data::prepare::default_cache_folder().map(|f| f.with_file_name("kernels")))
+}
+
+/// What the emulated driver of the tests calls its devices.
+const EMULATED: &str = "Emulated";
+
+/// Decides `device.kind = "auto"` for `ranks` ranks on this host, and checks what was asked for. Returns lines that say what was found.
+///
+/// # Errors
+/// [`Error::Input`]: a GPU was asked for and there is no driver, or there are fewer devices than ranks.
+pub fn resolve(config: &mut Config, ranks: usize) -> Result<String> {
+    let libraries = libraries(config);
+    let asked = vendor(config);
+    if config.device.kind == "cpu" {
+        return Ok(String::new());
+    }
+    let mut notes = Vec::new();
+    for vendor in asked.map_or(Vendor::ALL.to_vec(), |v| vec![v]) {
+        let found = match find(vendor, &libraries) {
+            Ok(Some(found)) => found,
+            Ok(None) => continue,
+            // With "auto" a driver that does not work is no reason not to train, but one to be told.
+            Err(e) if asked.is_none() => {
+                notes.push(format!("{}: {e}", vendor.driver_name()));
+                continue;
+            }
+            Err(e) => return Err(Error::Input(format!("device.kind = \"{}\": {e}", vendor.kind()))),
+        };
+        let facts = found.facts(0).map_err(|e| Error::Input(format!("device.kind = \"{}\": {e}", vendor.kind())))?;
+        if found.count() < ranks {
+            let (kind, count) = (vendor.kind(), found.count());
+            return Err(Error::Input(format!(
+                "{ranks} ranks, but this host has {count} {} ({kind}): each rank needs a device of its own; start with -n {count}, or set device.kind = \"cpu\"",
+                facts.name
+            )));
+        }
+        config.device.kind = vendor.kind().into();
+        notes.push(format!("device: {} of {} x {}, {}", ranks, found.count(), describe(&facts), vendor.kind()));
+        if facts.name.starts_with(EMULATED) {
+            notes.push("THIS IS AN EMULATED GPU: a test of the runtime on host memory, thousands of times slower than a real one".into());
+        }
+        return Ok(notes.join("\n"));
+    }
+    if let Some(vendor) = asked {
+        return Err(Error::Input(format!(
+            "device.kind = \"{}\": no driver ({}) with a device was found on this host; install the driver, name it in [device.libraries], or use \"cpu\" or \"auto\" (`zlaunch doctor` says what is here)",
+            vendor.kind(),
+            vendor.driver_name()
+        )));
+    }
+    config.device.kind = "cpu".into();
+    notes.push("device: no GPU found, training on the CPU (device.kind = \"cpu\" says so explicitly)".into());
+    Ok(notes.join("\n"))
+}
+
+/// A device in a few words.
+pub fn describe(facts: &Facts) -> String {
+    format!("{} ({}, {:.0} GB, driver {})", facts.name, facts.arch.name, facts.memory_bytes as f64 / 1e9, facts.driver_version)
+}
+
+/// Opens the device of the rank that is number `local_rank` of `local_ranks` on this host.
+///
+/// # Errors
+/// As [`resolve`], and what the driver says.
+pub fn open(config: &Config, local_rank: usize, local_ranks: usize, trace: bool) -> Result<Computes> {
+    let mut config = config.clone();
+    resolve(&mut config, local_ranks)?;
+    let threads = threads(&config, local_ranks);
+    let Some(vendor) = vendor(&config) else { return Ok(Computes::Cpu(cpu_device(&config, threads, trace)?)) };
+    let libraries = libraries(&config);
+    let found = find(vendor, &libraries)?.ok_or_else(|| Error::Input(format!("the {} device is gone", vendor.kind())))?;
+    let mode = match config.device.mode.as_str() {
+        "inline" => Mode::Inline,
+        "chaos" => Mode::Chaos { seed: config.training.seed },
+        _ => Mode::Threaded,
+    };
+    let code = CodeOptions { folder: kernel_folder(&config), libraries };
+    let device = GpuDevice::open(found, GpuOptions { ordinal: local_rank, mode, trace, host_threads: threads, code })?;
+    tracing::info!("device {local_rank}: {}", describe(device.driver().facts()));
+    device.take_notes().iter().for_each(|note| tracing::warn!("{note}"));
+    Ok(Computes::Gpu(device, vendor))
+}
+
+/// The simulated device that plans for the device of `config`: sizes are those of the GPU's operations where one is used.
+///
+/// # Errors
+/// What the driver says.
+pub fn simulated(config: &Config, ranks: usize) -> Result<Arc<SimDevice>> {
+    let options = SimOptions { threads: threads(config, ranks) };
+    let Some(vendor) = vendor(config) else { return Ok(SimDevice::new(options)?) };
+    let found = find(vendor, &libraries(config))?.ok_or_else(|| Error::Input(format!("no {} device", vendor.kind())))?;
+    let arch = found.facts(0)?.arch;
+    Ok(SimDevice::with_sizes(options, move |shape| gpu::workspace_bytes(&arch, shape))?)
+}
