@@ -3,6 +3,7 @@
 //! * [`Communicator`] the contract. Every call is enqueued on a stream and carries (sequence number, operation, dtype,
 //!   length, tag); a mismatch between ranks is an error that names both, not a hang.
 //! * [`local`] ranks of one host, as threads or processes, through shared memory; reductions in a fixed binary tree.
+//! * [`ccl`] ranks with a GPU each, through NCCL or RCCL, loaded at run time.
 //! * [`sim`] one rank that stands for all; counts calls and bytes.
 //! * [`store`] the rendezvous: set / get / wait / add with deadlines, in process or over TCP with a per-job secret.
 //! * [`watchdog`] a thread that calls back once when the group is lost.
@@ -10,6 +11,7 @@
 #![deny(unsafe_code)]
 
 pub mod bench;
+pub mod ccl;
 pub mod local;
 mod operands;
 pub mod sim;
@@ -17,6 +19,7 @@ pub mod store;
 mod tree;
 pub mod watchdog;
 
+pub use ccl::{CclComm, CclOptions};
 pub use local::{LocalComm, LocalGroup, LocalOptions};
 pub use sim::SimComm;
 pub use store::{MemoryStore, Secret, ServerOptions, Store, TcpStore, TcpStoreServer};

@@ -48,7 +48,41 @@ pub(crate) struct Call<'t> {
     pub tag: Cow<'t, str>,
 }
 
+const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
+
+/// Word-wise multiply and fold: tags are short and nobody attacks them, but every call hashes one.
+pub(crate) fn fold(h: u64, word: u64) -> u64 {
+    let h = (h ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    h ^ (h >> 29)
+}
+
 impl Call<'_> {
+    /// Operation, dtype and root in one word for shared memory: 8, 8 and 32 bits.
+    pub fn kind(&self) -> u64 {
+        let dtype = DTYPES.iter().position(|d| *d == self.dtype).unwrap_or(0);
+        self.op as u64 | (dtype as u64) << 8 | (self.root as u64) << 32
+    }
+
+    /// The call that [`Call::kind`] and the other words say; `None` where they are no call.
+    pub fn from_words(kind: u64, elems: u64, tag: String) -> Option<Call<'static>> {
+        Some(Call {
+            op: *Op::ALL.iter().find(|op| **op as u64 == kind & 0xff)?,
+            dtype: *DTYPES.get((kind >> 8 & 0xff) as usize)?,
+            elems: elems as usize,
+            root: (kind >> 32) as usize,
+            tag: tag.into(),
+        })
+    }
+
+    /// Of the whole tag, since its text is cut in shared memory.
+    pub fn tag_hash(&self) -> u64 {
+        let (words, rest) = self.tag.as_bytes().as_chunks::<8>();
+        let mut last = [0; 8];
+        last[..rest.len()].copy_from_slice(rest);
+        let h = words.iter().fold(self.tag.len() as u64, |h, word| fold(h, u64::from_le_bytes(*word)));
+        fold(h, u64::from_le_bytes(last))
+    }
+
     /// The whole length in bytes.
     pub fn bytes(&self) -> usize {
         self.elems * self.dtype.bytes()

@@ -2,10 +2,11 @@
 //!
 //! Which file answers what: `shared` what lies in the memory; `join` how ranks come to share it; `wait` how one waits for
 //! another; `steps` the entry, mail and steps of a collective; `ops` what each collective moves; `copy` how bytes are stored; `monitor` who is alive;
-//! `lost` why the group ended; `pages` memory that all ranks map; `transport` calls without a stream. This file holds the communicator: it numbers calls as they are issued
+//! `lost` why the group ended; `control` what other communicators use of all this; `pages` memory that all ranks map; `transport` calls without a stream. This file holds the communicator: it numbers calls as they are issued
 //! and runs them in that order, whatever streams they are on, so that all ranks agree on the sequence.
 #![allow(unsafe_code)]
 
+mod control;
 mod copy;
 mod join;
 mod lost;
@@ -17,8 +18,11 @@ mod steps;
 mod transport;
 mod wait;
 
+pub(crate) use control::Control;
 pub use join::LocalGroup;
+pub(crate) use shared::Text;
 pub use transport::Transport;
+pub(crate) use wait::Patience;
 
 use crate::operands::{Call, Check, Counters};
 use crate::store::Store;

@@ -17,7 +17,7 @@
 
 use super::LocalOptions;
 use super::lost::LostCell;
-use crate::operands::{Call, Op};
+use crate::operands::Call;
 use crate::tree::MAX_RANKS;
 use crate::{Error, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -25,7 +25,6 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
-use zrt_kernels::DType;
 
 /// Bytes of the header; control areas and slots begin at multiples of it.
 const PAGE_BYTES: usize = 4096;
@@ -37,7 +36,7 @@ const MAGIC: u64 = 0x7a72_742d_6c6f_6335;
 
 /// Text in shared memory, cut to fit.
 #[repr(C)]
-pub(super) struct Text<const WORDS: usize> {
+pub(crate) struct Text<const WORDS: usize> {
     bytes: AtomicU64,
     words: [AtomicU64; WORDS],
 }
@@ -133,31 +132,15 @@ pub(super) struct Letter {
     tag: Text<8>,
 }
 
-const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I32, DType::U8];
-
-/// Word-wise multiply and fold: tags are short and nobody attacks them, but every call hashes one.
-fn hash(text: &str) -> u64 {
-    let fold = |h: u64, word: u64| {
-        let h = (h ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        h ^ (h >> 29)
-    };
-    let words = text.as_bytes().chunks_exact(8);
-    let mut last = [0; 8];
-    last[..words.remainder().len()].copy_from_slice(words.remainder());
-    let h = words.fold(text.len() as u64, |h, w| fold(h, u64::from_le_bytes([w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]])));
-    fold(h, u64::from_le_bytes(last))
-}
-
 impl Letter {
     /// Announces `call` as number `sequence`; what was written before is announced with it.
     pub fn announce(&self, sequence: u64, call: &Call) {
-        let dtype = DTYPES.iter().position(|d| *d == call.dtype).unwrap_or(0);
-        let (entry, tag_hash) = (&self.entry, hash(&call.tag));
+        let (entry, tag_hash) = (&self.entry, call.tag_hash());
         if entry.tag_hash.load(Relaxed) != tag_hash || entry.sequence.load(Relaxed) == 0 {
             entry.tag_hash.store(tag_hash, Relaxed);
             self.tag.set(&call.tag);
         }
-        entry.kind.store(call.op as u64 | (dtype as u64) << 8 | (call.root as u64) << 32, Relaxed);
+        entry.kind.store(call.kind(), Relaxed);
         entry.elems.store(call.elems as u64, Relaxed);
         entry.sequence.store(sequence, Release);
     }
@@ -173,14 +156,7 @@ impl Letter {
 
     /// The call; a tag longer than 64 bytes comes back cut.
     pub fn call(&self) -> Option<Call<'static>> {
-        let kind = self.entry.kind.load(Relaxed);
-        Some(Call {
-            op: *Op::ALL.iter().find(|op| **op as u64 == kind & 0xff)?,
-            dtype: *DTYPES.get((kind >> 8 & 0xff) as usize)?,
-            elems: self.entry.elems.load(Relaxed) as usize,
-            root: (kind >> 32) as usize,
-            tag: self.tag.get().into(),
-        })
+        Call::from_words(self.entry.kind.load(Relaxed), self.entry.elems.load(Relaxed), self.tag.get())
     }
 
     pub fn line(&self, index: usize) -> &MailLine {

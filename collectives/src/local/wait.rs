@@ -18,7 +18,7 @@ pub(super) const SLICE: Duration = Duration::from_millis(100);
 const SLICE_CAP: Duration = Duration::from_millis(500);
 
 /// Time that passed while this process ran.
-pub(super) struct Patience {
+pub(crate) struct Patience {
     looked: Instant,
     spent: Duration,
 }

@@ -1,0 +1,179 @@
+//! The communicator of GPUs: one implementation for NCCL and RCCL, which have one interface.
+//!
+//! Which file answers what: `sys` the generated numbers and signatures; `library` where the functions come from; `settings` what practice
+//! recommends; `join` how ranks become a group; `link` how the library is called without waiting for ever; `issue` how a collective gets onto a
+//! stream; `sums` how sums get the bits of the fixed tree; `board` how different collectives are found; `watch` who notices what will not end.
+//! This file holds the communicator.
+//!
+//! Ranks are processes of one host, one GPU each: what the library cannot carry (tags, heartbeats, why the group ended) travels through shared memory.
+//! When the group is lost, the library's communicator is aborted, so that streams go on: what collectives were to write is then undefined. The
+//! group is known to be lost before that: who reads a result asks [`Communicator::health`] after it.
+#![allow(unsafe_code)]
+
+mod board;
+mod issue;
+mod join;
+mod library;
+mod link;
+mod settings;
+mod sums;
+#[doc(hidden)]
+pub mod sys;
+mod watch;
+
+#[doc(hidden)]
+pub use library::Api;
+pub use library::Library;
+pub use settings::recommended_env;
+
+use crate::operands::{Check, Counters};
+use crate::{Communicator, Counts, Health, Result};
+use link::Link;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use watch::{Watch, Watched};
+use zrt_kernels::gpu::driver::Vendor;
+use zrt_kernels::{Buffer, DType, Device, Event, Stream, View, ViewMut};
+
+/// How a communicator of GPUs behaves. All ranks must use the same values.
+#[derive(Clone, Debug)]
+pub struct CclOptions {
+    /// Whose library.
+    pub vendor: Vendor,
+    /// The library's path, in place of `libnccl.so.2` or `librccl.so.1`.
+    pub library: Option<PathBuf>,
+    /// Names the group in the store, so that a job may have several.
+    pub name: String,
+    /// Time for all ranks to meet and for the library to connect them.
+    pub init_timeout: Duration,
+    /// Time that the device may stay in one collective.
+    pub train_timeout: Duration,
+    /// Time without a sign of life after which a process counts as lost. At least 0.5 s.
+    pub heartbeat_timeout: Duration,
+    /// Sums have the bits of the fixed tree over ranks; otherwise what the library's order gives.
+    pub deterministic: bool,
+    /// Device memory for parts of sums on their way, in bytes: larger sums take several rounds.
+    pub scratch_bytes: usize,
+}
+
+impl CclOptions {
+    /// What each rank's part of a sum takes at least.
+    const LEAST_SCRATCH_BYTES: usize = 4096;
+
+    /// The usual values.
+    pub fn new(vendor: Vendor) -> CclOptions {
+        CclOptions {
+            vendor,
+            library: None,
+            name: "world".to_string(),
+            init_timeout: Duration::from_secs(300),
+            train_timeout: Duration::from_secs(100),
+            heartbeat_timeout: Duration::from_secs(10),
+            deterministic: true,
+            scratch_bytes: 64 << 20,
+        }
+    }
+}
+
+/// One rank of a group of GPUs. See [`CclComm::join`].
+pub struct CclComm {
+    check: Check,
+    deterministic: bool,
+    device: Arc<dyn Device>,
+    scratch: Buffer,
+    /// Recorded where the last user of `scratch` is done with it.
+    scratch_free: Arc<dyn Event>,
+    /// What a barrier adds up.
+    flag: Buffer,
+    /// Held while a collective is enqueued.
+    order: Mutex<()>,
+    counters: Counters,
+    watched: Arc<Watched>,
+    watch: Option<Watch>,
+    link: Arc<Link>,
+}
+
+impl CclComm {
+    /// Time for the device to pass what was enqueued before the communicator ends.
+    const DRAIN: Duration = Duration::from_secs(5);
+
+    /// What was loaded, and its version: `libnccl.so.2 2.18.3`.
+    pub fn library(&self) -> &str {
+        self.link.library.name()
+    }
+}
+
+impl Drop for CclComm {
+    fn drop(&mut self) {
+        let until = Instant::now() + Self::DRAIN;
+        while self.link.control.error().is_none() && !self.watched.idle() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.watch = None;
+        self.link.finish();
+    }
+}
+
+impl Communicator for CclComm {
+    fn rank(&self) -> usize {
+        self.check.rank
+    }
+    fn ranks(&self) -> usize {
+        self.check.ranks
+    }
+    fn all_gather(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_gather(dst, src, tag)?, s, |issue| {
+            let (to, from) = (issue.span(dst)?, issue.span(src)?);
+            issue.native(vec![src.clone()], vec![dst.clone()], move |library| library.all_gather(to, from))
+        })
+    }
+    fn reduce_scatter(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.reduce_scatter(dst, src, tag)?, s, |issue| {
+            if !self.library_sums(dst.dtype()) {
+                return issue.with_scratch(|| issue.scatter_sums(dst, src));
+            }
+            let (to, from) = (issue.span(dst)?, issue.span(src)?);
+            issue.native(vec![src.clone()], vec![dst.clone()], move |library| library.reduce_scatter(to, from))
+        })
+    }
+    fn all_reduce(&self, data: &ViewMut, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_reduce(data, tag)?, s, |issue| {
+            if !self.library_sums(data.dtype()) {
+                return issue.with_scratch(|| issue.reduce_sums(data));
+            }
+            let span = issue.span(data)?;
+            issue.native(vec![], vec![data.clone()], move |library| library.all_reduce(span))
+        })
+    }
+    fn all_to_all(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.all_to_all(dst, src, tag)?, s, |issue| issue.all_to_all(dst, src))
+    }
+    fn broadcast(&self, data: &ViewMut, root: usize, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.broadcast(data, root, tag)?, s, |issue| {
+            let span = issue.span(data)?;
+            issue.native(vec![], vec![data.clone()], move |library| library.broadcast(span, root))
+        })
+    }
+    fn barrier(&self, tag: &str, s: &dyn Stream) -> Result<()> {
+        self.enqueue(self.check.barrier(tag), s, |issue| {
+            let flag = self.flag.view_mut(DType::I32, 0, 1)?;
+            let span = issue.span(&flag)?;
+            issue.native(vec![], vec![flag], move |library| library.all_reduce(span))
+        })
+    }
+    /// GPUs share no pages.
+    fn share_pages(&self, _name: &str, _bytes: usize) -> Result<Option<Buffer>> {
+        Ok(None)
+    }
+    fn health(&self) -> Health {
+        self.link.control.error().map_or(Health::Good, Health::Lost)
+    }
+    fn abort(&self, reason: &str) {
+        self.link.control.abort(reason);
+        self.link.abort();
+    }
+    fn counts(&self) -> Counts {
+        self.counters.get()
+    }
+}
