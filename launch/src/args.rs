@@ -88,6 +88,8 @@ pub enum Action {
     Bench(crate::bench::BenchArgs),
     /// Measure this machine in about a minute and keep the figures, on which plans and studies of runs here rest
     Calibrate(crate::calibrate::CalibrateArgs),
+    /// Look at this machine's drivers, links, limits and speed: each finding with its fix
+    Doctor(crate::doctor::DoctorArgs),
     /// Study a configuration over many sizes and choices: a table and a report with charts
     Scale(crate::scale::ScaleArgs),
     #[command(hide = true)]

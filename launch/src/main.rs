@@ -9,6 +9,7 @@ mod bench;
 mod calibrate;
 mod chart;
 mod choose;
+mod doctor;
 mod dry;
 mod fault;
 mod folder;
@@ -65,6 +66,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
         Some(Action::Plan(what)) => plan::run(&what).and_then(print),
         Some(Action::Bench(what)) => bench::run(what),
         Some(Action::Calibrate(args)) => calibrate::run(&args),
+        Some(Action::Doctor(args)) => doctor::run(&args),
         Some(Action::Scale(args)) => scale::run(&args),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),
