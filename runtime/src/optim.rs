@@ -52,7 +52,7 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// Allocates the state. `offload` puts it on the host.
+    /// Allocates the state. `offload` puts it on the host. Where weights are at home elsewhere than the state, the state has a master of them.
     pub fn new(
         plan: Arc<ShardPlan>,
         store: &ParamStore,
@@ -73,9 +73,11 @@ impl Optimizer {
             let alloc = |what: &str| -> Result<ViewMut> {
                 Ok(device.alloc(&format!("{what} {name}"), elems * 4, place, Category::State)?.all(DType::F32)?)
             };
-            let master = offload || s.dtype != DType::F32;
-            let param = if master { alloc("master")? } else { Self::target(store, segment, start, elems, sharded)? };
-            if master && offload {
+            let home = Self::target(store, segment, start, elems, sharded)?;
+            let apart = home.place() != place;
+            let master = offload || apart || s.dtype != DType::F32;
+            let param = if master { alloc("master")? } else { home };
+            if master && (offload || apart) {
                 largest_staging = largest_staging.max(elems * s.dtype.bytes());
             }
             largest_chunks = largest_chunks.max(elems);
@@ -98,7 +100,7 @@ impl Optimizer {
             small("norm workspace", device.ops().workspace_bytes(OpShape::SumSquares { elems: largest_chunks }))?.all(DType::U8)?;
         let norm = small("norm", 64)?.view_mut(DType::F32, 0, 2)?;
         let staging = if largest_staging > 0 {
-            Some(device.alloc("new weights", largest_staging, Place::Pinned, Category::State)?.all(DType::U8)?)
+            Some(device.alloc("new weights", largest_staging, place, Category::State)?.all(DType::U8)?)
         } else {
             None
         };
@@ -132,8 +134,8 @@ impl Optimizer {
                     self.complete_master(&part.param, &own_master.view())?;
                 }
                 match &self.staging {
-                    // The host casts, the device gets the result.
-                    Some(staging) if own.place() == Place::Device => {
+                    // Who holds the master casts, the other gets the result.
+                    Some(staging) if own.place() != part.param.place() => {
                         let narrow = staging.slice(0, own.bytes())?.reinterpret(own.dtype())?;
                         ops.cast(&narrow, &own_master.view(), &*comm)?;
                         comm.copy(&own, &narrow.view())?;
@@ -225,7 +227,7 @@ impl Optimizer {
         if part.master {
             let home = Self::target(store, part.segment, part.start, elems, sharded)?;
             let out = match &self.staging {
-                Some(staging) if home.place() == Place::Device => staging.slice(0, elems * s.dtype.bytes())?.reinterpret(s.dtype)?,
+                Some(staging) if home.place() != part.param.place() => staging.slice(0, elems * s.dtype.bytes())?.reinterpret(s.dtype)?,
                 _ => home.clone(),
             };
             ops.adamw(&part.param, &part.m, &part.v, Some(&out), g, &scale, hp, &**update)?;

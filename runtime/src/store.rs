@@ -228,12 +228,13 @@ impl ParamStore {
     /// Fills every home from `source`: each rank reads its shards; copies are completed by all_gather. Each byte is read once per job.
     pub fn load(&mut self, source: &Arc<dyn WeightSource>) -> Result<()> {
         for i in 0..self.segments.len() {
-            // A master apart from the weight (of another type, or on the host) is loaded by the optimizer, which then sets the weight.
+            // A master apart from the weight (of another type, or elsewhere) is loaded by the optimizer, which then sets the weight.
             let s = &self.plan.segments[i];
-            if s.trainable && (s.dtype != DType::F32 || self.options.offload_optimizer) {
+            let own = self.own_part(i)?;
+            let state = if self.options.offload_optimizer { Place::Pinned } else { Place::Device };
+            if s.trainable && (s.dtype != DType::F32 || self.options.offload_optimizer || own.place() != state) {
                 continue;
             }
-            let own = self.own_part(i)?;
             self.read_shard(i, &own, source)?;
             self.complete(i, "load")?;
         }
