@@ -36,6 +36,9 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use zrt_kernels::gpu::launch::Arch;
+use zrt_kernels::gpu::table;
+use zrt_simt::build::Kernels;
 
 #[allow(unsafe_code)]
 mod abi;
@@ -74,6 +77,18 @@ pub fn library() -> Result<PathBuf, String> {
         .find(|p| p.is_file())
         .cloned()
         .ok_or_else(|| format!("{FILE} is not in {}, in its folder `deps`, or above; build the package zrt-driver", folder.display()))
+}
+
+/// Compiles all kernels for the host, for this machine (`sm_90`, `gfx942`), as far as nobody did: otherwise each is when it is first
+/// launched, which takes longer than a program with a GPU may expect.
+///
+/// # Errors
+/// An unknown machine, no C++ compiler, or what it says.
+pub fn prepare(arch: &str) -> Result<(), String> {
+    let known = Arch::known(arch).ok_or_else(|| format!("unknown machine {arch}"))?;
+    let kernels = Kernels::of(&device::build(&known))?;
+    let sources = table::SOURCES.iter().map(|(name, _)| *name).filter(|name| table::kernels().any(|k| k.source == *name));
+    sources.map(|source| kernels.library(source)).try_for_each(|library| library.map(|_| ()))
 }
 
 /// Makes, in `folder`, a library that has these functions alone, each of which returns 0: for what a program does where one is missing.
