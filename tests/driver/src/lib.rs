@@ -32,6 +32,14 @@
 //! does nothing), `image:N` (N-th compilation gives the other vendor's image), and of a rank of a communicator `dead:RANK:N` (the
 //! process ends at its N-th collective; 0: when it joins), `silent:RANK:N` (takes part in none from then on), `slow:RANK:MS`,
 //! `mismatch:RANK:N` (its N-th collective is another one). `@R` behind a fault: only in the process whose `RANK` is R.
+//!
+//! A line of the timeline: `pid`, `rank`, `device`, `stream`, `kind` (`h2d`, `d2h`, `d2d`, `memset`, `kernel`, `collective`), `name`,
+//! `bytes`, `start_ns`, `end_ns`. It is complete when the process has ended, or all streams were destroyed. An operation begins when
+//! its stream, what that waited for and the host thread that gave it are there, and its engine is free: compute, one copy engine each
+//! way, one between and inside devices, and the link. Clocks of processes know nothing of each other.
+//!
+//! For tests that must know what a stream has not done yet: the exported `zrtEmulatedHold(1)` stops all streams before their next
+//! operation, `zrtEmulatedHold(0)` lets them go on.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};

@@ -108,7 +108,10 @@ impl<'a> Rank<'a> {
     }
 
     fn destroy(&self) {
-        assert_eq!(ccl!(self.gpu, "ncclCommFinalize", (u64), (self.comm)), 0);
+        match ccl!(self.gpu, "ncclCommFinalize", (u64), (self.comm)) {
+            IN_PROGRESS => assert_eq!(self.leaves(IN_PROGRESS), 0),
+            done => assert_eq!(done, 0),
+        }
         assert_eq!(ccl!(self.gpu, "ncclCommDestroy", (u64), (self.comm)), 0);
     }
 
