@@ -215,7 +215,7 @@ pub fn set<const N: usize>(vendor: Vendor, at: u64, value: [u8; N], count: usize
         return Ok(());
     }
     let memory = &Machine::get().memory;
-    if memory.find(at, bytes as u64).is_none() || at % N as u64 != 0 {
+    if memory.find(at, bytes as u64).is_none() || !at.is_multiple_of(N as u64) {
         return Err(code::INVALID_VALUE);
     }
     let cost = Kind::Memset.cost(bytes as u64, &Machine::get().settings);
@@ -251,12 +251,7 @@ pub fn create_stream(vendor: Vendor, flags: u32) -> Result<u64, i32> {
 
 pub fn destroy_stream(vendor: Vendor, handle: u64) -> Outcome {
     let machine = machine(vendor)?;
-    let stream = machine.streams.remove(handle)?;
-    stream.close();
-    if let Some(timeline) = &machine.timeline {
-        stream.synchronize();
-        timeline.flush();
-    }
+    machine.streams.remove(handle)?.close();
     Ok(())
 }
 
@@ -267,7 +262,7 @@ pub fn synchronize_stream(vendor: Vendor, handle: u64) -> Outcome {
 }
 
 pub fn query_stream(vendor: Vendor, handle: u64) -> Outcome {
-    if stream(vendor, handle)?.idle() { Ok(()) } else { Err(code::NOT_READY) }
+    if stream(vendor, handle)?.query() { Ok(()) } else { Err(code::NOT_READY) }
 }
 
 /// Makes what follows in the stream wait for the event's latest record, if it has one.

@@ -55,6 +55,8 @@ pub struct Device {
     pub engines: Engines,
     error: AtomicI32,
     default_stream: OnceLock<Arc<Stream>>,
+    /// Streams without a handle that may still have work.
+    pub closing: Mutex<Vec<Arc<Stream>>>,
 }
 
 impl Device {
@@ -140,9 +142,8 @@ impl Machine {
     /// What runs kernels.
     pub fn emulator(&self, vendor: Vendor) -> Result<&Emulator, String> {
         let make = || {
-            let arch = self.arch(vendor);
-            let build = Build { lanes: arch.lanes, gfx950: arch.name == "gfx950", sanitizer: Sanitizer::None, mutations: Vec::new() };
-            Ok(Emulator::new(Kernels::of(&build)?, self.settings.workers))
+            let kernels = Kernels::of(&build(&self.arch(vendor)))?;
+            Ok(Emulator::new(kernels, self.settings.workers))
         };
         self.emulators[usize::from(vendor == Vendor::Amd)].get_or_init(make).as_ref().map_err(Clone::clone)
     }
@@ -182,7 +183,8 @@ impl Machine {
 
     /// Waits for all streams of a device.
     pub fn synchronize(&self, device: &'static Device) {
-        for stream in self.streams.all().iter().chain(device.default_stream.get()) {
+        let closing = lock(&device.closing).clone();
+        for stream in self.streams.all().iter().chain(device.default_stream.get()).chain(&closing) {
             if std::ptr::eq(stream.device, device) {
                 stream.synchronize();
             }
@@ -199,6 +201,11 @@ impl Machine {
             _ => None,
         })
     }
+}
+
+/// How kernels are compiled for a machine.
+pub fn build(arch: &Arch) -> Build {
+    Build { lanes: arch.lanes, gfx950: arch.name == "gfx950", sanitizer: Sanitizer::None, mutations: Vec::new() }
 }
 
 extern "C" fn flush_timeline() {

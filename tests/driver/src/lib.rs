@@ -32,10 +32,21 @@
 //! does nothing), `image:N` (N-th compilation gives the other vendor's image), and of a rank of a communicator `dead:RANK:N` (the
 //! process ends at its N-th collective; 0: when it joins), `silent:RANK:N` (takes part in none from then on), `slow:RANK:MS`,
 //! `mismatch:RANK:N` (its N-th collective is another one). `@R` behind a fault: only in the process whose `RANK` is R.
+//!
+//! A line of the timeline: `pid`, `rank`, `device`, `stream`, `kind` (`h2d`, `d2h`, `d2d`, `memset`, `kernel`, `collective`), `name`,
+//! `bytes`, `start_ns`, `end_ns`. It is complete when the process has ended, or all streams were destroyed. An operation begins when
+//! its stream, what that waited for and the host thread that gave it are there, and its engine is free: compute, one copy engine each
+//! way, one between and inside devices, and the link. Clocks of processes know nothing of each other.
+//!
+//! For tests that must know what a stream has not done yet: the exported `zrtEmulatedHold(1)` stops all streams before their next
+//! operation, `zrtEmulatedHold(0)` lets them go on.
 #![deny(unsafe_code)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use zrt_kernels::gpu::launch::Arch;
+use zrt_kernels::gpu::table;
+use zrt_simt::build::Kernels;
 
 #[allow(unsafe_code)]
 mod abi;
@@ -74,6 +85,18 @@ pub fn library() -> Result<PathBuf, String> {
         .find(|p| p.is_file())
         .cloned()
         .ok_or_else(|| format!("{FILE} is not in {}, in its folder `deps`, or above; build the package zrt-driver", folder.display()))
+}
+
+/// Compiles all kernels for the host, for this machine (`sm_90`, `gfx942`), as far as nobody did: otherwise each is when it is first
+/// launched, which takes longer than a program with a GPU may expect.
+///
+/// # Errors
+/// An unknown machine, no C++ compiler, or what it says.
+pub fn prepare(arch: &str) -> Result<(), String> {
+    let known = Arch::known(arch).ok_or_else(|| format!("unknown machine {arch}"))?;
+    let kernels = Kernels::of(&device::build(&known))?;
+    let sources = table::SOURCES.iter().map(|(name, _)| *name).filter(|name| table::kernels().any(|k| k.source == *name));
+    sources.map(|source| kernels.library(source)).try_for_each(|library| library.map(|_| ()))
 }
 
 /// Makes, in `folder`, a library that has these functions alone, each of which returns 0: for what a program does where one is missing.

@@ -229,3 +229,46 @@ fn said(kernel: &str, error: &str) -> i32 {
         code::LAUNCH_FAILED
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file with one section of symbols and one of their names: a function and an object.
+    fn elf(machine: u16, flags: u32) -> Vec<u8> {
+        let mut file = vec![0u8; 64 + 3 * 64];
+        let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, b"\x7fELF");
+        put(18, &machine.to_le_bytes());
+        put(40, &64u64.to_le_bytes());
+        put(48, &flags.to_le_bytes());
+        put(58, &64u16.to_le_bytes());
+        put(60, &3u16.to_le_bytes());
+        let (symbols, names) = (64 + 3 * 64, 64 + 3 * 64 + 48);
+        for (section, kind, at, bytes) in [(1, 2u32, symbols, 48u64), (2, 3, names, 16)] {
+            let section = 64 + section * 64;
+            put(section + 4, &kind.to_le_bytes());
+            put(section + 24, &(at as u64).to_le_bytes());
+            put(section + 32, &bytes.to_le_bytes());
+            put(section + 40, &2u32.to_le_bytes());
+        }
+        file.extend([&1u32.to_le_bytes()[..], &[2], &[0; 19], &10u32.to_le_bytes(), &[1], &[0; 19]].concat());
+        file.extend(b"\0fill_u32\0data\0\0");
+        file
+    }
+
+    fn load(vendor: Vendor, arch: &str, file: &[u8]) -> Result<Vec<String>, i32> {
+        // SAFETY: a whole file.
+        unsafe { Module::load(vendor, arch, file.as_ptr().cast()) }.map(|m| m.kernels)
+    }
+
+    #[test]
+    fn object_files_are_read() {
+        let (cubin, object) = (elf(190, 0x005a_055a), elf(224, 0x54c));
+        assert_eq!(load(Vendor::Amd, "gfx942", &object), Ok(vec!["fill_u32".to_string()]));
+        assert_eq!(load(Vendor::Nvidia, "sm_90", &cubin), Ok(vec!["fill_u32".to_string()]));
+        assert_eq!(load(Vendor::Amd, "gfx90a", &object), Err(code::NO_BINARY));
+        assert_eq!(load(Vendor::Nvidia, "sm_80", &cubin), Err(code::NO_BINARY));
+        assert_eq!(load(Vendor::Nvidia, "sm_90", &object), Err(code::INVALID_IMAGE));
+    }
+}

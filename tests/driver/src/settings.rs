@@ -3,6 +3,7 @@
 
 use crate::faults::Fault;
 use std::path::PathBuf;
+use zrt_kernels::gpu::launch::Arch;
 
 /// Name of the variable.
 pub const VARIABLE: &str = "ZRT_EMULATED_GPU";
@@ -81,7 +82,7 @@ impl Settings {
             match key {
                 "devices" => s.devices = number()? as usize,
                 "memory" => s.memory = bytes(value).ok_or_else(bad)?,
-                "arch" => s.arch = Some(value.into()),
+                "arch" => s.arch = Some(Arch::known(value).ok_or_else(bad)?.name),
                 "workers" => s.workers = number()? as u32,
                 "poison" => s.poison = number()? != 0,
                 "null" => s.null = number()? != 0,
@@ -135,7 +136,7 @@ mod tests {
         assert_eq!((s.devices, s.memory, s.null, s.h2d, s.faults.len()), (4, 2 << 20, true, 12.5, 2));
         let other = Settings::parse("fault=oom:3,launch:*:2@1", Some(0)).expect("settings");
         assert_eq!(other.faults.len(), 1);
-        for bad in ["devices", "devices=x", "speed=1", "fault=bang:1", "memory=1TB", "dead_peer=maybe"] {
+        for bad in ["devices", "devices=x", "speed=1", "fault=bang:1", "memory=1TB", "arch=sm_1", "dead_peer=maybe"] {
             assert!(Settings::parse(bad, None).is_err(), "{bad}");
         }
     }

@@ -140,9 +140,14 @@ impl Stream {
     /// Whether all has run.
     pub fn idle(&self) -> bool {
         let queue = lock(&self.queue);
-        let idle = queue.given == queue.done;
+        queue.given == queue.done
+    }
+
+    /// The same, for a host thread that goes by it.
+    pub fn query(&self) -> bool {
+        let idle = self.idle();
         if idle {
-            clock::host_waited(queue.time);
+            clock::host_waited(lock(&self.queue).time);
         }
         idle
     }
@@ -157,8 +162,12 @@ impl Stream {
         clock::host_waited(queue.time);
     }
 
-    /// Ends when all has run.
-    pub fn close(&self) {
+    /// Ends when all has run. The device still waits for it.
+    pub fn close(self: &Arc<Stream>) {
+        let mut closing = lock(&self.device.closing);
+        closing.retain(|s| !s.idle());
+        closing.push(self.clone());
+        drop(closing);
         lock(&self.queue).closed = true;
         self.changed.notify_all();
     }
@@ -185,6 +194,10 @@ impl Stream {
                         break (op, queue.time);
                     }
                     if queue.closed {
+                        drop(queue);
+                        if let Some(timeline) = &Machine::get().timeline {
+                            timeline.flush();
+                        }
                         return;
                     }
                     queue.sleeping = true;

@@ -148,8 +148,8 @@ export! {
             comm.finish();
             return Ok(());
         }
-        let finishing = std::thread::Builder::new().name("ccl finalize".into()).spawn(move || comm.finish());
-        finishing.map(|_| ()).map_err(|_| result::SYSTEM)
+        comm.begin_finish().map_err(|_| result::SYSTEM)?;
+        Err(result::IN_PROGRESS)
     }
 
     fn ncclCommDestroy(handle: u64) {

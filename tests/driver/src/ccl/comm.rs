@@ -188,7 +188,18 @@ impl Comm {
         }
     }
 
-    /// The sockets, after [`Comm::finish`].
+    /// [`Comm::finish`] in a thread of its own; "in progress" until then.
+    pub fn begin_finish(self: &Arc<Comm>) -> std::io::Result<()> {
+        let _ = self.state.compare_exchange(0, result::IN_PROGRESS, Ordering::AcqRel, Ordering::Acquire);
+        let comm = self.clone();
+        let finish = move || {
+            comm.finish();
+            let _ = comm.state.compare_exchange(result::IN_PROGRESS, 0, Ordering::AcqRel, Ordering::Acquire);
+        };
+        std::thread::Builder::new().name("ccl finalize".into()).spawn(finish).map(|_| ())
+    }
+
+    /// Closes the sockets, after [`Comm::finish`].
     pub fn destroy(&self) {
         self.finish();
         self.close();

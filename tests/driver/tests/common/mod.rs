@@ -63,16 +63,18 @@ pub struct Gpu {
 #[macro_export]
 macro_rules! call {
     ($gpu:expr, $cuda:literal, $hip:literal, ($($type:ty),*), ($($arg:expr),*)) => {{
-        let name = if $gpu.amd { $hip } else { $cuda };
-        // SAFETY: the documented signature; arguments live across the call.
-        unsafe {
-            let f = $gpu.library.get::<unsafe extern "C" fn($($type),*) -> i32>(name.as_bytes()).expect(name);
-            f($($arg),*)
-        }
+        let f: extern "C" fn($($type),*) -> i32 = $gpu.symbol(if $gpu.amd { $hip } else { $cuda });
+        f($($arg),*)
     }};
 }
 
 impl Gpu {
+    /// A function of the library, as what its documentation says it is.
+    pub fn symbol<F: Copy>(&self, name: &str) -> F {
+        // SAFETY: tests name the signatures of the vendors' headers; what they pass lives across each call.
+        unsafe { *self.library.get::<F>(name.as_bytes()).unwrap_or_else(|e| panic!("{name}: {e}")) }
+    }
+
     /// The library with device 0 current in this thread.
     pub fn open(amd: bool) -> Gpu {
         let path = zrt_driver::library().expect("the library is built");
