@@ -187,7 +187,11 @@ impl Round {
             return Some((gone, format!("left the group; {}", control.whereabouts(gone))));
         }
         let culprit = control.peers().min_by_key(|peer| control.progress(*peer)).filter(|_| late)?;
-        let reached = if issued(culprit) { "issued it" } else { "did not issue it" };
+        let reached = match control.progress(culprit) {
+            (_, here) if here >= sequence => "in it too: the library, or a link between GPUs, hangs",
+            _ if issued(culprit) => "issued it, but its device has not come to it",
+            _ => "did not issue it",
+        };
         Some((culprit, format!("alive, {reached}; {}", control.whereabouts(culprit))))
     }
 }
