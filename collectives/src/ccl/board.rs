@@ -30,6 +30,8 @@ struct Entry {
 struct Ring {
     /// The last number posted; numbers begin at 1.
     posted: AtomicU64,
+    /// 1 when the owner has let go of the others' device memory.
+    unmapped: AtomicU64,
     entries: [Entry; ENTRIES as usize],
 }
 
@@ -90,6 +92,16 @@ impl Board {
     /// How many collectives `rank` has issued.
     pub fn posted(&self, rank: usize) -> u64 {
         self.ring(rank).posted.load(Acquire)
+    }
+
+    /// This rank has let go of the others' device memory.
+    pub fn unmapped(&self) {
+        self.ring(self.control.rank()).unmapped.store(1, Release);
+    }
+
+    /// Whether all others have, too, or are gone.
+    pub fn all_unmapped(&self) -> bool {
+        self.control.peers().all(|peer| self.ring(peer).unmapped.load(Acquire) == 1 || self.control.left(peer))
     }
 
     /// The first difference to another rank that can be seen now.

@@ -85,6 +85,16 @@ impl Watched {
         lock(&self.marks).open.push_back(Mark { sequence, call, begun, done });
     }
 
+    /// See [`Board::unmapped`].
+    pub fn unmapped(&self) {
+        lock(&self.board).unmapped();
+    }
+
+    /// See [`Board::all_unmapped`].
+    pub fn all_unmapped(&self) -> bool {
+        lock(&self.board).all_unmapped()
+    }
+
     /// Whether the device has passed all collectives.
     pub fn idle(&self) -> bool {
         let mut marks = lock(&self.marks);
