@@ -20,7 +20,7 @@ apt-get "${options[@]}" update
 for package in "$work"/packages/*.deb; do dpkg -x "$package" "$work/headers"; done
 headers=$work/headers/usr/include
 
-hip='hip(Init|DriverGetVersion|GetDeviceCount|DeviceGet|DeviceGetName|DeviceGetAttribute|DeviceTotalMem|DeviceGetPCIBusId|SetDevice)'
+hip='hipDeviceArch_t|hip(Init|DriverGetVersion|GetDeviceCount|DeviceGet|DeviceGetName|DeviceGetAttribute|DeviceTotalMem|DeviceGetPCIBusId|SetDevice)'
 hip+='|hipGetDevicePropertiesR0600|hipDeviceProp_tR0600|hip(MemGetInfo|Malloc|Free|HostRegister|HostUnregister|HostMalloc|HostFree)'
 hip+='|hip(Memcpy(HtoD|DtoH|DtoD)?Async|MemsetD(8|32)Async)'
 hip+='|hipStream(CreateWithFlags|Destroy|Synchronize|Query|WaitEvent)|hipEvent(CreateWithFlags|Destroy|Record|Query|Synchronize|ElapsedTime)'

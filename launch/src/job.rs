@@ -65,7 +65,11 @@ pub fn launch_training(args: &RunArgs) -> Result<u8, Fault> {
 
     let job = Job::start(None)?;
     let launch = Launch {
-        program: Program::Trainer { config: folder.config.clone(), trace: args.trace },
+        program: Program::Trainer {
+            config: folder.config.clone(),
+            trace: args.trace,
+            environment: zrt::device::environment(&config, ranks),
+        },
         ranks,
         master: job.server.address(),
         secret: job.secret.clone(),

@@ -37,6 +37,8 @@ pub enum Program {
         config: PathBuf,
         /// Write a timeline.
         trace: bool,
+        /// Variables of the GPU vendor's libraries.
+        environment: Vec<(&'static str, &'static str)>,
     },
     /// Any program and its arguments.
     Foreign(Vec<OsString>),
@@ -88,7 +90,8 @@ impl Launch {
         command.arg0("zlaunch");
         let parent = std::process::id().to_string();
         match &self.program {
-            Program::Trainer { config, trace } => {
+            Program::Trainer { config, trace, environment } => {
+                command.envs(environment.iter().copied());
                 command.args(["rank", "--parent", &parent]).args(trace.then_some("--trace")).arg(config);
             }
             Program::Foreign(program) => {

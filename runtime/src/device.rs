@@ -8,15 +8,17 @@ use crate::error::{Error, Result};
 use crate::run::{cpu_device, local_options, threads};
 use std::path::PathBuf;
 use std::sync::Arc;
-use zrt_collectives::Comm;
+use std::time::Duration;
+use zrt_collectives::ccl::recommended_env;
 use zrt_collectives::local::LocalComm;
 use zrt_collectives::store::Store;
+use zrt_collectives::{CclComm, CclOptions, Comm};
 use zrt_kernels::cpu::trace::TraceEvent;
 use zrt_kernels::cpu::{CpuDevice, Mode};
 use zrt_kernels::gpu::driver::{Facts, Libraries, Vendor, find};
 use zrt_kernels::gpu::{CodeOptions, GpuDevice, GpuOptions};
 use zrt_kernels::sim::{SimDevice, SimOptions};
-use zrt_kernels::{Device, gpu};
+use zrt_kernels::{Buffer, Category, Device, Place, gpu};
 
 /// The device of a rank.
 pub enum Computes {
@@ -49,7 +51,11 @@ impl Computes {
     /// Ranks that do not come, a library that is missing or fails.
     pub fn join(&self, config: &Config, store: Arc<dyn Store>, rank: usize, ranks: usize) -> Result<Comm> {
         match self {
-            Computes::Gpu(..) if ranks > 1 => Err(Error::Input("CCL".into())),
+            Computes::Gpu(device, vendor) if ranks > 1 => {
+                let comm = CclComm::join(store, rank, ranks, device.clone(), ccl_options(config, *vendor))?;
+                tracing::info!("collectives: {}", comm.library());
+                Ok(Arc::new(comm))
+            }
             _ => Ok(Arc::new(LocalComm::join(&*store, rank, ranks, local_options(config))?)),
         }
     }
@@ -63,6 +69,24 @@ fn vendor(config: &Config) -> Option<Vendor> {
 fn libraries(config: &Config) -> Libraries {
     let l = &config.device.libraries;
     Libraries { driver: l.driver.clone(), compiler: l.compiler.clone(), blas: l.blas.clone(), collectives: l.collectives.clone() }
+}
+
+fn ccl_options(config: &Config, vendor: Vendor) -> CclOptions {
+    let secs = Duration::from_secs;
+    CclOptions {
+        library: libraries(config).collectives,
+        init_timeout: secs(config.comm.init_timeout_seconds),
+        train_timeout: secs(config.comm.train_timeout_seconds),
+        heartbeat_timeout: secs(config.comm.heartbeat_timeout_seconds),
+        deterministic: config.training.deterministic,
+        ..CclOptions::new(vendor)
+    }
+}
+
+/// Variables that the vendor's libraries should find in the environment of `ranks` ranks, where the user has not set them.
+pub fn environment(config: &Config, ranks: usize) -> Vec<(&'static str, &'static str)> {
+    let all = vendor(config).map(|v| recommended_env(v, ranks)).unwrap_or_default();
+    all.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
 }
 
 /// Where compiled kernels are kept.
@@ -160,4 +184,14 @@ pub fn simulated(config: &Config, ranks: usize) -> Result<Arc<SimDevice>> {
     let found = find(vendor, &libraries(config))?.ok_or_else(|| Error::Input(format!("no {} device", vendor.kind())))?;
     let arch = found.facts(0)?.arch;
     Ok(SimDevice::with_sizes(options, move |shape| gpu::workspace_bytes(&arch, shape))?)
+}
+
+/// What the communicator of a plan holds on `device`.
+///
+/// # Errors
+/// None is expected.
+pub fn simulated_comm(config: &Config, device: &SimDevice, ranks: usize) -> Result<Vec<Buffer>> {
+    let Some(vendor) = vendor(config).filter(|_| ranks > 1) else { return Ok(Vec::new()) };
+    let hold = |(name, bytes): (&str, usize)| Ok(device.alloc(name, bytes, Place::Device, Category::Libraries)?);
+    ccl_options(config, vendor).memory(ranks).into_iter().map(hold).collect()
 }

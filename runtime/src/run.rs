@@ -145,7 +145,9 @@ pub fn dry_run(config: &Config, ranks: usize) -> Result<DryRun> {
     let batch = config.resolve(ranks).map_err(input)?;
     let part = ModelPart::open(config)?;
     let options = engine_options(config, &batch)?;
-    simulate(part.model.clone(), options, ranks, device::simulated(config, ranks)?)
+    let device = device::simulated(config, ranks)?;
+    let _held = device::simulated_comm(config, &device, ranks)?;
+    simulate(part.model.clone(), options, ranks, device)
 }
 
 /// The same for any model and options, on a fresh simulated device.

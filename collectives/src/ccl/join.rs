@@ -54,9 +54,9 @@ impl CclComm {
         settings::log(options.vendor, ranks);
         let link = Arc::new(Link::new(library, control.clone()));
         let joined = connect(&link, &*store, &device, &options, until).and_then(|()| {
-            let scratch_bytes = options.scratch_bytes.max(CclOptions::LEAST_SCRATCH_BYTES * ranks);
-            let scratch = device.alloc("scratch of collectives", scratch_bytes, Place::Device, Category::Libraries)?;
-            let flag = device.alloc("barrier", 64, Place::Device, Category::Libraries)?;
+            let hold = |(name, bytes)| device.alloc(name, bytes, Place::Device, Category::Libraries);
+            let [scratch, flag] = options.memory(ranks).map(hold);
+            let (scratch, flag) = (scratch?, flag?);
             let watched = Arc::new(Watched::new(Board::new(control.clone())));
             let watch = Watch::start(link.clone(), watched.clone(), options.train_timeout)?;
             Ok((scratch, flag, device.event()?, watched, watch))

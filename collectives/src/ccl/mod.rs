@@ -64,6 +64,11 @@ impl CclOptions {
     /// What each rank's part of a sum takes at least.
     const LEAST_SCRATCH_BYTES: usize = 4096;
 
+    /// Device memory that a communicator of `ranks` holds, for plans: name and bytes.
+    pub fn memory(&self, ranks: usize) -> [(&'static str, usize); 2] {
+        [("scratch of collectives", self.scratch_bytes.max(Self::LEAST_SCRATCH_BYTES * ranks)), ("barrier", 64)]
+    }
+
     /// The usual values.
     pub fn new(vendor: Vendor) -> CclOptions {
         CclOptions {

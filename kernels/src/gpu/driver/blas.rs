@@ -7,9 +7,12 @@
 
 use super::library::Symbols;
 use super::table::Handle;
-use super::{RawStream, Vendor, cuda};
+use super::{RawStream, Vendor, cuda, hip_sys as sys};
 use crate::gpu::launch::{Dense, Form};
 use crate::{DType, Error, Result};
+use cudarc::cublaslt::sys as lt;
+use lt::cublasLtMatmulDescAttributes_t as Attribute;
+use lt::cublasLtMatmulPreferenceAttributes_t as Wish;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::{c_int, c_void};
@@ -69,19 +72,38 @@ struct Numbers {
     alignments: &'static [c_int],
 }
 
-/// From cublasLt.h and library_types.h.
-const NVIDIA: Numbers =
-    Numbers { compute_f32: 68, transposed: [0, 1], transpose_a: 3, transpose_b: 4, epilogue: 7, bias: 8, alignments: &[5, 6, 7, 8] };
-/// From hipblaslt.h and hipblas-common.h.
-const AMD: Numbers =
-    Numbers { compute_f32: 2, transposed: [111, 112], transpose_a: 0, transpose_b: 1, epilogue: 2, bias: 3, alignments: &[] };
+const NVIDIA: Numbers = Numbers {
+    compute_f32: lt::cublasComputeType_t::CUBLAS_COMPUTE_32F as c_int,
+    // cublasOperation_t is in a header of cuBLAS that cudarc does not bind here.
+    transposed: [0, 1],
+    transpose_a: Attribute::CUBLASLT_MATMUL_DESC_TRANSA as c_int,
+    transpose_b: Attribute::CUBLASLT_MATMUL_DESC_TRANSB as c_int,
+    epilogue: Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE as c_int,
+    bias: Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER as c_int,
+    alignments: &[
+        Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES as c_int,
+        Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES as c_int,
+        Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES as c_int,
+        Wish::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES as c_int,
+    ],
+};
+const AMD: Numbers = Numbers {
+    compute_f32: sys::HIPBLAS_COMPUTE_32F as c_int,
+    transposed: [sys::HIPBLAS_OP_N as i32, sys::HIPBLAS_OP_T as i32],
+    transpose_a: sys::HIPBLASLT_MATMUL_DESC_TRANSA as c_int,
+    transpose_b: sys::HIPBLASLT_MATMUL_DESC_TRANSB as c_int,
+    epilogue: sys::HIPBLASLT_MATMUL_DESC_EPILOGUE as c_int,
+    bias: sys::HIPBLASLT_MATMUL_DESC_BIAS_POINTER as c_int,
+    alignments: &[],
+};
 
 /// The same with both.
 mod same {
-    pub const F32: i32 = 0;
-    pub const BF16: i32 = 14;
-    pub const EPILOGUE_BIAS: u32 = 4;
-    pub const MOST_WORKSPACE: i32 = 1;
+    use super::sys;
+    pub const F32: i32 = sys::HIP_R_32F as i32;
+    pub const BF16: i32 = sys::HIP_R_16BF as i32;
+    pub const EPILOGUE_BIAS: u32 = sys::HIPBLASLT_EPILOGUE_BIAS;
+    pub const MOST_WORKSPACE: i32 = sys::HIPBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as i32;
 }
 
 /// What a plan depends on.
@@ -269,5 +291,21 @@ impl Drop for Blas {
         // Descriptors are few and go with the process; the handle holds device memory.
         // SAFETY: made by this library, used by nobody else.
         let _ = unsafe { (self.functions.destroy)(self.handle as Handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_the_same_with_both_is() {
+        assert_eq!(same::F32, lt::cudaDataType_t::CUDA_R_32F as i32);
+        assert_eq!(same::BF16, lt::cudaDataType_t::CUDA_R_16BF as i32);
+        assert_eq!(same::EPILOGUE_BIAS, lt::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32);
+        assert_eq!(same::MOST_WORKSPACE, Wish::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as i32);
+        // And what is not, is not.
+        assert_ne!(NVIDIA.transposed, AMD.transposed);
+        assert_ne!(NVIDIA.bias, AMD.bias);
     }
 }

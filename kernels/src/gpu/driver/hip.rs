@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::Parts;
+use super::hip_sys as sys;
 use super::library::Symbols;
 use super::table::{Code, Handle};
 use crate::gpu::launch::Arch;
@@ -14,24 +15,20 @@ pub(super) fn open(path: Option<&Path>) -> Result<Option<Symbols>> {
     Symbols::open(path, &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"])
 }
 
-/// Numbers of attributes in hip_runtime_api.h; they are not CUDA's.
-mod attribute {
-    /// `hipDeviceAttributeWarpSize`.
-    pub const WARP_SIZE: i32 = 87;
-    /// `hipDeviceAttributeMaxSharedMemoryPerBlock`.
-    pub const SHARED_BYTES: i32 = 74;
-    /// `hipDeviceAttributeMultiprocessorCount`.
-    pub const UNITS: i32 = 63;
-}
+/// Room for the struct of later versions of HIP.
+const SPARE_BYTES: usize = 1024;
 
-/// Bytes of `hipDeviceProp_t` as of HIP 6.0 (R0600), with room for later fields, and where `gcnArchName` is in it.
-const PROPERTIES_BYTES: usize = 4096;
-const ARCH_NAME_AT: usize = 1160;
+/// The properties of a device, in HIP 6.0's layout (R0600).
+#[repr(C)]
+struct Properties {
+    known: sys::hipDeviceProp_tR0600,
+    spare: [u8; SPARE_BYTES],
+}
 
 /// Functions that only this vendor has.
 pub(super) struct Own {
     set_device: unsafe extern "C" fn(c_int) -> Code,
-    properties: unsafe extern "C" fn(*mut u64, c_int) -> Code,
+    properties: unsafe extern "C" fn(*mut Properties, c_int) -> Code,
     error_name: unsafe extern "C" fn(Code) -> *const c_char,
     error_text: unsafe extern "C" fn(Code) -> *const c_char,
 }
@@ -63,22 +60,27 @@ impl Own {
 
     /// What the kernels' host side must know of a device.
     pub fn arch(&self, parts: &Parts, device: c_int) -> Result<Arch> {
-        let mut properties = [0u64; PROPERTIES_BYTES / 8];
+        // SAFETY: numbers and addresses, for which zero is a value.
+        let mut properties: Properties = unsafe { std::mem::zeroed() };
         // SAFETY: more room than the struct of any version of this function has.
-        let code = unsafe { (self.properties)(properties.as_mut_ptr(), device) };
+        let code = unsafe { (self.properties)(&mut properties, device) };
         parts.check(|| format!("properties of device {device}"), "hipGetDevicePropertiesR0600", code)?;
-        let bytes: &[u8] = &bytemuck::cast_slice(&properties)[ARCH_NAME_AT..ARCH_NAME_AT + 256];
-        let name: Vec<u8> = bytes.iter().copied().take_while(|b| *b != 0).collect();
+        let name: Vec<u8> = properties.known.gcnArchName.iter().map(|c| *c as u8).take_while(|b| *b != 0).collect();
         // `gfx942:sramecc+:xnack-`: the compiler's name and what is switched on.
         let name = String::from_utf8_lossy(&name).split(':').next().unwrap_or_default().to_string();
-        let lanes = parts.attribute(device, attribute::WARP_SIZE)?;
+        let lanes = parts.attribute(device, number(sys::hipDeviceAttributeWarpSize))?;
         if lanes != 64 {
             let what = format!("{name} has {lanes} lanes; kernels are for the 64 of gfx90a, gfx942 and gfx950");
             return Err(Error::Shape { op: "gpu", what });
         }
-        let shared_bytes = parts.attribute(device, attribute::SHARED_BYTES)?;
-        Ok(Arch { name, lanes, shared_bytes, units: parts.attribute(device, attribute::UNITS)? })
+        let shared_bytes = parts.attribute(device, number(sys::hipDeviceAttributeMaxSharedMemoryPerBlock))?;
+        Ok(Arch { name, lanes, shared_bytes, units: parts.attribute(device, number(sys::hipDeviceAttributeMultiprocessorCount))? })
     }
+}
+
+/// An attribute as the table's function takes it.
+fn number(attribute: sys::hipDeviceAttribute_t) -> c_int {
+    attribute as c_int
 }
 
 /// `hipInit` and `hipGetDeviceCount`.

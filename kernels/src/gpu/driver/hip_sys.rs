@@ -13,6 +13,12 @@ pub const hipHostMallocPortable: u32 = 1;
 pub const hipHostRegisterDefault: u32 = 0;
 pub const hipHostRegisterPortable: u32 = 1;
 #[repr(C)]
+#[repr(align(4))]
+#[derive(Debug, Copy, Clone)]
+pub struct hipDeviceArch_t {
+    pub _bindgen_opaque_blob: u32,
+}
+#[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct hipUUID_t {
     pub bytes: [c_char; 16usize],

@@ -7,6 +7,7 @@
 pub mod blas;
 mod cuda;
 mod hip;
+mod hip_sys;
 mod library;
 pub mod rtc;
 mod table;
