@@ -48,11 +48,15 @@ fn processes(case: &str, vendor: Vendor, ranks: usize, settings: &str) -> Vec<(b
             .unwrap()
     };
     let children: Vec<Child> = (0..ranks).map(spawn).collect();
-    let end = |child: Child| {
+    let end = |(rank, mut child): (usize, Child)| {
+        if case == "stops" && rank == 1 {
+            // It does not end by itself.
+            child.kill().unwrap();
+        }
         let out = child.wait_with_output().unwrap();
         (out.status.success(), format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr)))
     };
-    children.into_iter().map(end).collect()
+    children.into_iter().enumerate().map(end).collect()
 }
 
 fn told() -> Option<Told> {
@@ -171,7 +175,9 @@ fn every_collective(told: &Told) {
 
 /// Sums until the group is lost, and prints why.
 fn until_lost(told: &Told) {
-    let options = CclOptions { init_timeout: INIT, train_timeout: SILENT, ..CclOptions::new(told.vendor) };
+    // Each kind of silence is found by its own deadline; the other one is far off.
+    let (train_timeout, heartbeat_timeout) = if told.case == "stops" { (LONG, SILENT) } else { (SILENT, LONG) };
+    let options = CclOptions { init_timeout: INIT, train_timeout, heartbeat_timeout, ..CclOptions::new(told.vendor) };
     let rank = match join(told, options) {
         Ok(rank) => rank,
         Err(error) => return println!("LOST {error}"),
@@ -179,6 +185,9 @@ fn until_lost(told: &Told) {
     let data = rank.zeros(DType::F32, 1000);
     for step in 0..20 {
         let tag = if told.case == "another" && told.rank == 1 && step == 5 { "other".to_string() } else { format!("step {step}") };
+        if told.case == "stops" && told.rank == 1 && step == 5 {
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP).unwrap();
+        }
         if rank.comm.all_reduce(&data, &tag, &*rank.stream).is_err() || rank.stream.sync().is_err() {
             break;
         }
@@ -235,6 +244,13 @@ fn a_rank_that_dies_is_named() {
         let [(0, error)] = &losses[..] else { panic!("{settings}: {losses:?}") };
         assert!(error.contains("waited") && error.contains("rank 1") && error.contains("is gone"), "{settings}: {error}");
     }
+}
+
+#[test]
+fn a_rank_that_is_stopped_is_named() {
+    let losses = losses("stops", "");
+    let [(0, error)] = &losses[..] else { panic!("{losses:?}") };
+    assert!(error.contains("for rank 1 (no heartbeat for") && error.contains("is stopped"), "{error}");
 }
 
 #[test]

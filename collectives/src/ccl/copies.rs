@@ -46,6 +46,17 @@ pub struct CopyOptions {
     pub least_bytes: usize,
 }
 
+impl CopyOptions {
+    fn slot(&self) -> usize {
+        self.slot_bytes.next_multiple_of(256)
+    }
+
+    /// Device memory that a rank holds for it, for plans: name and bytes.
+    pub fn memory(&self) -> (&'static str, usize) {
+        ("slots of gathers", 2 * self.slot())
+    }
+}
+
 impl Default for CopyOptions {
     fn default() -> Self {
         CopyOptions { when: CopyWhen::Faster, slot_bytes: 32 << 20, least_bytes: 1 << 20 }
@@ -126,8 +137,8 @@ impl CclComm {
             return Ok(false);
         }
         let until = Instant::now() + DEADLINE;
-        let slot_bytes = options.slot_bytes.next_multiple_of(256);
-        let mine = self.device.alloc("slots of gathers", 2 * slot_bytes, Place::Device, Category::Libraries)?;
+        let (slot_bytes, (name, bytes)) = (options.slot(), options.memory());
+        let mine = self.device.alloc(name, bytes, Place::Device, Category::Libraries)?;
         let handle = memory.export(&mine);
         let said = handle.as_ref().map_or(vec![], |handle| handle.to_vec());
         let handles = self.exchange(store, "memory", said, until)?;
@@ -137,7 +148,7 @@ impl CclComm {
             }
             let unmapped = || zrt_kernels::Error::Library { library: "peer memory".to_string(), why: format!("rank {rank} has none") };
             let handle = <[u8; HANDLE_BYTES]>::try_from(&handles[rank][..]).map_err(|_| unmapped())?;
-            memory.import(&format!("slots of rank {rank}"), handle, 2 * slot_bytes)
+            memory.import(&format!("slots of rank {rank}"), handle, bytes)
         };
         let slots: zrt_kernels::Result<Vec<Buffer>> = (0..self.check.ranks).map(map).collect();
         if let Err(why) = &slots {
