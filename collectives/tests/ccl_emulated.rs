@@ -4,6 +4,7 @@
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use zrt_collectives::ccl::{CopyOptions, CopyWhen, GpuMemory};
 use zrt_collectives::{CclComm, CclOptions, Communicator, Counts, Error, Health, Secret, ServerOptions, TcpStore, TcpStoreServer};
 use zrt_kernels::cpu::Mode;
 use zrt_kernels::gpu::driver::{Libraries, Vendor, find};
@@ -137,7 +138,13 @@ fn tree(mut level: Vec<f32>) -> f32 {
 
 /// Sums in the order of the tree, and all that moves.
 fn every_collective(told: &Told) {
-    let rank = join(told, CclOptions::new(told.vendor)).unwrap();
+    let mut rank = join(told, CclOptions::new(told.vendor)).unwrap();
+    if told.case == "copies" {
+        // Several rounds, and slots are used again.
+        let options = CopyOptions { when: CopyWhen::Possible, slot_bytes: 8192, least_bytes: 1000 };
+        let memory = GpuMemory::of(rank.device.clone()).unwrap();
+        assert!(rank.comm.use_copies(&*told.store, &memory, &options).unwrap());
+    }
     let (comm, s, n, me) = (&rank.comm, &*rank.stream, told.ranks, told.rank);
     for part in [3, 1000, 20_000] {
         let whole = part * n;
@@ -177,7 +184,8 @@ fn every_collective(told: &Told) {
 fn until_lost(told: &Told) {
     // Each kind of silence is found by its own deadline; the other one is far off.
     let (train_timeout, heartbeat_timeout) = if told.case == "stops" { (LONG, SILENT) } else { (SILENT, LONG) };
-    let options = CclOptions { init_timeout: INIT, train_timeout, heartbeat_timeout, ..CclOptions::new(told.vendor) };
+    let init_timeout = if told.case == "joins" { SOON } else { INIT };
+    let options = CclOptions { init_timeout, train_timeout, heartbeat_timeout, ..CclOptions::new(told.vendor) };
     let rank = match join(told, options) {
         Ok(rank) => rank,
         Err(error) => return println!("LOST {error}"),
@@ -188,11 +196,16 @@ fn until_lost(told: &Told) {
         if told.case == "stops" && told.rank == 1 && step == 5 {
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP).unwrap();
         }
-        if rank.comm.all_reduce(&data, &tag, &*rank.stream).is_err() || rank.stream.sync().is_err() {
-            break;
-        }
-        if matches!(rank.comm.health(), Health::Lost(_)) {
-            break;
+        let summed = |rank: &Rank| -> Result<Vec<f32>, Box<dyn std::error::Error>> {
+            rank.stream.fill(&data, 1.0)?;
+            rank.comm.all_reduce(&data, &tag, &*rank.stream)?;
+            Ok(rank.stream.read(&data)?.f32s(LONG)?)
+        };
+        let read = summed(&rank);
+        // What a lost peer left unwritten is not taken for a sum.
+        match (read, rank.comm.health()) {
+            (Ok(read), Health::Good) => assert_eq!(read, [told.ranks as f32; 1000], "step {step}"),
+            _ => break,
         }
     }
     let (error, after) = rank.lost();
@@ -205,13 +218,13 @@ fn until_lost(told: &Told) {
 fn child_rank() {
     let Some(told) = told() else { return };
     match &told.case[..] {
-        "every" => every_collective(&told),
+        "every" | "copies" => every_collective(&told),
         _ => until_lost(&told),
     }
 }
 
-fn pass(vendor: Vendor, ranks: usize, settings: &str) {
-    for (rank, (passed, printed)) in processes("every", vendor, ranks, settings).into_iter().enumerate() {
+fn pass(case: &str, vendor: Vendor, ranks: usize, settings: &str) {
+    for (rank, (passed, printed)) in processes(case, vendor, ranks, settings).into_iter().enumerate() {
         assert!(passed, "rank {rank} of {ranks}, {settings}: {printed}");
     }
 }
@@ -220,10 +233,16 @@ fn pass(vendor: Vendor, ranks: usize, settings: &str) {
 fn every_collective_equals_its_definition() {
     for vendor in Vendor::ALL {
         // The order in which the library adds, and how it answers, do not matter.
-        pass(vendor, 2, "reduce_seed=7");
-        pass(vendor, 3, "reduce_seed=8;in_progress=1;jitter=5");
+        pass("every", vendor, 2, "reduce_seed=7");
+        pass("every", vendor, 3, "reduce_seed=8;in_progress=1;jitter=5");
     }
-    pass(Vendor::Amd, 4, "reduce_seed=9");
+    pass("every", Vendor::Amd, 4, "reduce_seed=9");
+}
+
+#[test]
+fn gathers_by_copies_equal_their_definition() {
+    pass("copies", Vendor::Amd, 2, "jitter=3");
+    pass("copies", Vendor::Nvidia, 3, "jitter=4");
 }
 
 /// What each rank that lived reports when the group is lost.
@@ -276,7 +295,7 @@ fn a_collective_that_does_not_end_is_named() {
 
 #[test]
 fn a_rank_that_never_joins_ends_init() {
-    let losses = losses("faults", "fault=silent:1:0");
+    let losses = losses("joins", "fault=silent:1:0");
     assert_eq!(losses.len(), 2, "{losses:?}");
     for (_, error) in losses {
         assert!(error.contains("init") && error.contains("deadline"), "{error}");
@@ -294,5 +313,5 @@ fn an_unknown_result_is_an_error_with_its_number() {
 
 #[test]
 fn a_slow_rank_is_no_fault() {
-    pass(Vendor::Nvidia, 2, "fault=slow:1:20");
+    pass("every", Vendor::Nvidia, 2, "fault=slow:1:20");
 }

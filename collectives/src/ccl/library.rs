@@ -55,7 +55,7 @@ fn cause(error: &libloading::Error) -> String {
 
 /// # Safety
 /// `F` must be the type of the function of this name.
-unsafe fn function<F: Copy>(library: &libloading::Library, name: &str) -> Result<F, String> {
+pub(super) unsafe fn function<F: Copy>(library: &libloading::Library, name: &str) -> Result<F, String> {
     // SAFETY: by the contract.
     let found = unsafe { library.get::<F>(name.as_bytes()) };
     found.map(|f| *f).map_err(|e| format!("it has no {name}: {}", cause(&e)))

@@ -2,12 +2,13 @@
 //!
 //! Which file answers what: `sys` the generated numbers and signatures; `library` where the functions come from; `settings` what practice
 //! recommends; `join` how ranks become a group; `link` how the library is called without waiting for ever; `issue` how a collective gets onto a
-//! stream; `sums` how sums get the bits of the fixed tree; `copies` how few GPUs gather by copies; `board` how different collectives are found; `watch` who notices what will not end.
+//! stream; `sums` how sums get the bits of the fixed tree; `copies` how few GPUs gather by copies, and `peer` how
+//! they see each other's memory; `board` how different collectives are found; `watch` who notices what will not end.
 //! This file holds the communicator.
 //!
 //! Ranks are processes of one host, one GPU each: what the library cannot carry (tags, heartbeats, why the group ended) travels through shared memory.
 //! When the group is lost, the library's communicator is aborted, so that streams go on: what collectives were to write is then undefined. The
-//! group is known to be lost before that: who reads a result asks [`Communicator::health`] after it.
+//! group is known to be lost before that: who reads a result asks [`Communicator::health`] after it, and takes it only if that is good.
 #![allow(unsafe_code)]
 
 mod board;
@@ -16,6 +17,7 @@ mod issue;
 mod join;
 mod library;
 mod link;
+mod peer;
 mod settings;
 mod sums;
 #[doc(hidden)]
@@ -26,6 +28,7 @@ pub use copies::{CopyOptions, CopyWhen, HANDLE_BYTES, PeerMemory};
 #[doc(hidden)]
 pub use library::Api;
 pub use library::Library;
+pub use peer::GpuMemory;
 pub use settings::recommended_env;
 
 use crate::operands::{Check, Counters};
@@ -106,6 +109,8 @@ pub struct CclComm {
 }
 
 impl CclComm {
+    /// Time for a call of the library that is running, when another thread asks for its state.
+    const GLANCE: Duration = Duration::from_millis(50);
     /// Time for the device, and for the others, to be done with what was enqueued before the communicator ends.
     const DRAIN: Duration = Duration::from_secs(5);
 
@@ -193,8 +198,11 @@ impl Communicator for CclComm {
     fn share_pages(&self, _name: &str, _bytes: usize) -> Result<Option<Buffer>> {
         Ok(None)
     }
+    /// Also asks the library: a result that was read before this says "good" was written by all ranks.
     fn health(&self) -> Health {
-        self.link.control.error().map_or(Health::Good, Health::Lost)
+        let control = &self.link.control;
+        let error = control.error().or_else(|| self.link.trouble(Self::GLANCE).map(|error| control.lose(error)));
+        error.map_or(Health::Good, Health::Lost)
     }
     fn abort(&self, reason: &str) {
         self.link.control.abort(reason);

@@ -5,7 +5,6 @@
 
 use super::board::Board;
 use super::link::Link;
-use super::sys;
 use crate::local::Patience;
 use crate::operands::Call;
 use crate::{Error, Result};
@@ -161,13 +160,8 @@ impl Round {
         if let Some(error) = lock(&self.watched.board).compare() {
             return Some(error);
         }
-        match self.link.state() {
-            Ok(None | Some(sys::ncclSuccess | sys::ncclInProgress)) => {}
-            Ok(Some(code)) => {
-                let error = self.link.library.check("asynchronous error", ("ncclCommGetAsyncError", code), std::ptr::null_mut()).err();
-                return Some(self.link.explain(error));
-            }
-            Err(error) => return Some(error),
+        if let Some(error) = self.link.trouble(Duration::ZERO) {
+            return Some(error);
         }
         self.progress()
     }
