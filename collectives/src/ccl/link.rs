@@ -155,6 +155,8 @@ impl Link {
     pub fn trouble(&self, patience: Duration) -> Option<Error> {
         match self.state(patience) {
             Ok(None | Some(sys::ncclSuccess | sys::ncclInProgress)) => None,
+            // To a library, a peer that has ended is an error; whether it is missed, the board knows.
+            Ok(Some(_)) if self.control.peers().any(|peer| self.control.left(peer)) => None,
             Ok(Some(code)) => {
                 let outcome = ("ncclCommGetAsyncError", code);
                 Some(self.explain(self.library.check("asynchronous error", outcome, self.comm().unwrap_or(std::ptr::null_mut())).err()))
@@ -218,8 +220,12 @@ impl Link {
 
     /// Ends in order what is not ended yet, and otherwise aborts. Never waits much longer than `ENDING`.
     pub fn finish(self: &Arc<Self>) {
-        if self.control.error().is_none() && self.finalize() {
-            return;
+        if self.control.error().is_none() {
+            // Before the library tells the others.
+            self.control.leave();
+            if self.finalize() {
+                return;
+            }
         }
         self.abort();
         let until = Instant::now() + ENDING;

@@ -201,7 +201,8 @@ impl Communicator for CclComm {
     /// Also asks the library: a result that was read before this says "good" was written by all ranks.
     fn health(&self) -> Health {
         let control = &self.link.control;
-        let error = control.error().or_else(|| self.link.trouble(Self::GLANCE).map(|error| control.lose(error)));
+        let trouble = || self.watched.look().or_else(|| self.link.trouble(Self::GLANCE));
+        let error = control.error().or_else(|| trouble().map(|error| control.lose(error)));
         error.map_or(Health::Good, Health::Lost)
     }
     fn abort(&self, reason: &str) {
