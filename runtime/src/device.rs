@@ -53,7 +53,6 @@ impl Computes {
         match self {
             Computes::Gpu(device, vendor) if ranks > 1 => {
                 let comm = CclComm::join(store, rank, ranks, device.clone(), ccl_options(config, *vendor))?;
-                tracing::info!("collectives: {}", comm.library());
                 Ok(Arc::new(comm))
             }
             _ => Ok(Arc::new(LocalComm::join(&*store, rank, ranks, local_options(config))?)),

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod gpu;
 pub mod tiny;
 
 use std::path::Path;
@@ -34,12 +35,16 @@ impl Running {
         kill(self.pid, signal);
     }
 
-    pub fn finish(mut self) -> Done {
+    pub fn finish(self) -> Done {
+        self.finish_within(HANG)
+    }
+
+    pub fn finish_within(mut self, deadline: Duration) -> Done {
         let child = self.child.take().unwrap();
         let pid = child.id();
         let (send, receive) = std::sync::mpsc::channel();
         let waiter = std::thread::spawn(move || send.send(child.wait_with_output().unwrap()));
-        let output = receive.recv_timeout(HANG).unwrap_or_else(|_| {
+        let output = receive.recv_timeout(deadline).unwrap_or_else(|_| {
             kill(pid, 9);
             panic!("the launcher hangs");
         });

@@ -62,6 +62,11 @@ impl Tiny {
         self.path(name)
     }
 
+    /// An empty folder, for a job that the test writes.
+    pub fn empty() -> Tiny {
+        Tiny { dir: tempfile::tempdir().unwrap() }
+    }
+
     /// `zlaunch -n <ranks> train.toml --set ...`, in this folder.
     pub fn command(&self, ranks: usize, sets: &[&str]) -> Command {
         let mut command = zlaunch();
