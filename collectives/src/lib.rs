@@ -5,6 +5,7 @@
 //! * [`local`] ranks of one host, as threads or processes, through shared memory; reductions in a fixed binary tree.
 //! * [`ccl`] ranks with a GPU each, through NCCL or RCCL, loaded at run time.
 //! * [`sim`] one rank that stands for all; counts calls and bytes.
+//! * [`solo`] a group of one, on any device.
 //! * [`store`] the rendezvous: set / get / wait / add with deadlines, in process or over TCP with a per-job secret.
 //! * [`watchdog`] a thread that calls back once when the group is lost.
 //! * [`mod@bench`] how long the local collectives take on this machine, beside a plain copy.
@@ -15,6 +16,7 @@ pub mod ccl;
 pub mod local;
 mod operands;
 pub mod sim;
+pub mod solo;
 pub mod store;
 mod tree;
 pub mod watchdog;
@@ -22,6 +24,7 @@ pub mod watchdog;
 pub use ccl::{CclComm, CclOptions};
 pub use local::{LocalComm, LocalGroup, LocalOptions};
 pub use sim::SimComm;
+pub use solo::SoloComm;
 pub use store::{MemoryStore, Secret, ServerOptions, Store, TcpStore, TcpStoreServer};
 pub use watchdog::Watchdog;
 

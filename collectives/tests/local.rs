@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use proptest::prelude::*;
-use zrt_collectives::{Communicator, LocalComm, LocalOptions};
+use zrt_collectives::{Communicator, Error, LocalComm, LocalOptions, SoloComm};
 use zrt_kernels::cpu::Mode;
 use zrt_kernels::{DType, Device, Stream};
 
@@ -42,6 +42,17 @@ fn shared_pages(comm: &dyn Communicator, s: &dyn Stream) {
         assert_eq!(get(&all), wanted);
     }
     assert!(comm.share_pages("empty", 0).unwrap().is_some());
+}
+
+#[test]
+fn a_group_of_one_needs_no_library() {
+    let s = inline();
+    let comm = SoloComm::new();
+    for dtype in [DType::F32, DType::BF16, DType::I32, DType::U8] {
+        compare_all(&comm, &*s, dtype, 100);
+    }
+    comm.abort("enough");
+    assert!(matches!(comm.barrier("later", &*s), Err(Error::Aborted { by: 0, .. })));
 }
 
 #[test]

@@ -30,6 +30,8 @@ struct Entry {
 struct Ring {
     /// The last number posted; numbers begin at 1.
     posted: AtomicU64,
+    /// 1 when the owner has let go of the others' device memory.
+    unmapped: AtomicU64,
     entries: [Entry; ENTRIES as usize],
 }
 
@@ -67,7 +69,7 @@ impl Board {
     /// Posts this rank's next collective and returns its number.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when another rank is known to have issued another one.
+    /// [`Error::Mismatch`] when another rank is known to have issued another one, [`Error::Timeout`] when one has left.
     pub fn post(&mut self, call: &Call) -> Result<u64> {
         let sequence = self.posted + 1;
         self.digest = [call.kind(), call.elems as u64, call.tag_hash()].into_iter().fold(self.digest, fold);
@@ -84,7 +86,7 @@ impl Board {
         ring.posted.store(sequence, Release);
         self.posted = sequence;
         self.mine.push_back(Posted { sequence, digest: self.digest, call: call.clone().into_owned() });
-        self.compare().map_or(Ok(sequence), Err)
+        self.look().map_or(Ok(sequence), Err)
     }
 
     /// How many collectives `rank` has issued.
@@ -92,8 +94,33 @@ impl Board {
         self.ring(rank).posted.load(Acquire)
     }
 
-    /// The first difference to another rank that can be seen now.
-    pub fn compare(&mut self) -> Option<Error> {
+    /// This rank has let go of the others' device memory.
+    pub fn unmapped(&self) {
+        self.ring(self.control.rank()).unmapped.store(1, Release);
+    }
+
+    /// Whether all others have, too, or are gone.
+    pub fn all_unmapped(&self) -> bool {
+        self.control.peers().all(|peer| self.ring(peer).unmapped.load(Acquire) == 1 || self.control.left(peer))
+    }
+
+    /// What is wrong with the ranks' collectives, as far as can be seen now.
+    pub fn look(&mut self) -> Option<Error> {
+        self.compare().or_else(|| self.deserted())
+    }
+
+    /// A rank that left without issuing what this one did.
+    fn deserted(&self) -> Option<Error> {
+        // It left after its last post.
+        let culprit = self.control.peers().find(|peer| self.control.left(*peer) && self.posted(*peer) < self.posted)?;
+        let missed = self.mine.iter().find(|posted| posted.sequence > self.posted(culprit));
+        let what = missed.map_or("a collective".to_string(), |posted| format!("#{} {}", posted.sequence, posted.call));
+        let state = format!("left the group; {}", self.control.whereabouts(culprit));
+        Some(Error::Timeout { rank: self.control.rank(), what, culprit, state, secs: 0 })
+    }
+
+    /// The first difference to another rank.
+    fn compare(&mut self) -> Option<Error> {
         for peer in self.control.peers() {
             let theirs = self.posted(peer);
             let mut next = self.compared[peer] + 1;

@@ -64,6 +64,7 @@ impl CclComm {
         match joined {
             Ok((scratch, flag, scratch_free, watched, watch)) => Ok(CclComm {
                 check: Check { rank, ranks },
+                name: options.name,
                 deterministic: options.deterministic,
                 device,
                 scratch,
@@ -73,6 +74,7 @@ impl CclComm {
                 counters: Counters::default(),
                 watched,
                 watch: Some(watch),
+                copies: None,
                 link,
             }),
             Err(error) => {
@@ -137,17 +139,22 @@ fn unique_id(link: &Link, store: &dyn Store, name: &str, until: Instant) -> Resu
         store.set(&key, &id.internal.map(|byte| byte as u8))?;
         return Ok(id);
     }
-    while !store.check(&[&key])? {
+    let bytes = await_key(link, store, &key, until)?;
+    let internal = <[u8; sys::NCCL_UNIQUE_ID_BYTES as usize]>::try_from(&bytes[..])
+        .map_err(|_| Error::Rendezvous(format!("'{key}' has {} bytes, expected {}", bytes.len(), sys::NCCL_UNIQUE_ID_BYTES)))?;
+    Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as _) })
+}
+
+/// What a rank sets under `key`, as long as the group is good.
+pub(super) fn await_key(link: &Link, store: &dyn Store, key: &str, until: Instant) -> Result<Vec<u8>> {
+    while !store.check(&[key])? {
         if let Some(error) = link.control.error() {
             return Err(error);
         }
         if Instant::now() >= until {
-            return Err(Error::Rendezvous(format!("rank 0 did not hand out an id ('{key}') before the deadline of init")));
+            return Err(Error::Rendezvous(format!("rank {}: nobody set '{key}' before the deadline", link.control.rank())));
         }
         std::thread::sleep(SLICE);
     }
-    let bytes = store.get(&key, SLICE)?;
-    let internal = <[u8; sys::NCCL_UNIQUE_ID_BYTES as usize]>::try_from(&bytes[..])
-        .map_err(|_| Error::Rendezvous(format!("'{key}' has {} bytes, expected {}", bytes.len(), sys::NCCL_UNIQUE_ID_BYTES)))?;
-    Ok(sys::ncclUniqueId { internal: internal.map(|byte| byte as _) })
+    store.get(key, SLICE)
 }

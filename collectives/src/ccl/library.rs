@@ -35,17 +35,30 @@ macro_rules! table {
             ///
             /// # Safety
             /// What the library exports under these names must be what NCCL's header declares.
-            unsafe fn find(library: &libloading::Library) -> Result<Api, libloading::Error> {
+            unsafe fn find(library: &libloading::Library) -> Result<Api, String> {
                 // SAFETY: by the contract, each symbol is a function of the type that was generated from its declaration.
                 unsafe {
                     Ok(Api {
-                        $($required: *library.get::<sys::$required>(concat!(stringify!($required), "\0").as_bytes())?,)*
-                        $($optional: library.get::<sys::$optional>(concat!(stringify!($optional), "\0").as_bytes()).ok().map(|f| *f),)*
+                        $($required: function::<sys::$required>(library, stringify!($required))?,)*
+                        $($optional: function::<sys::$optional>(library, stringify!($optional)).ok(),)*
                     })
                 }
             }
         }
     };
+}
+
+/// What the system says; the error itself only says which of its functions failed.
+fn cause(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), |source| source.to_string())
+}
+
+/// # Safety
+/// `F` must be the type of the function of this name.
+pub(super) unsafe fn function<F: Copy>(library: &libloading::Library, name: &str) -> Result<F, String> {
+    // SAFETY: by the contract.
+    let found = unsafe { library.get::<F>(name.as_bytes()) };
+    found.map(|f| *f).map_err(|e| format!("it has no {name}: {}", cause(&e)))
 }
 
 table! {
@@ -74,12 +87,12 @@ impl Library {
         };
         let name: &OsStr = path.map_or(OsStr::new(usual), Path::as_os_str);
         let shown = name.to_string_lossy().into_owned();
-        let missing = |why: libloading::Error| Error::Library {
+        let missing = |why: String| Error::Library {
             library: shown.clone(),
             why: format!("{why}; install it, or give its path as device.libraries.collectives"),
         };
         // SAFETY: loading runs the library's initializers: it is the vendor's, or the one that the user named.
-        let library = unsafe { libloading::Library::new(name) }.map_err(missing)?;
+        let library = unsafe { libloading::Library::new(name) }.map_err(|e| missing(cause(&e)))?;
         // SAFETY: a library of this name has NCCL's interface; RCCL keeps it.
         let api = unsafe { Api::find(&library) }.map_err(missing)?;
         std::mem::forget(library);

@@ -85,6 +85,19 @@ impl Link {
         Ok(self.library.check("init", outcome, std::ptr::null_mut())?)
     }
 
+    /// The gate, unless a call holds it for longer than `patience`.
+    fn pass_gate(&self, patience: Duration) -> Option<MutexGuard<'_, ()>> {
+        let begun = Instant::now();
+        loop {
+            match self.gate.try_lock() {
+                Ok(gate) => return Some(gate),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < patience => std::thread::sleep(Duration::from_micros(100)),
+                Err(TryLockError::WouldBlock) => return None,
+            }
+        }
+    }
+
     fn comm(&self) -> Option<ncclComm_t> {
         let comm = self.comm.load(Acquire);
         (!self.ended.load(Acquire) && !comm.is_null()).then_some(comm)
@@ -129,7 +142,7 @@ impl Link {
             }
             std::thread::sleep(nap);
             nap = (nap * 2).min(Duration::from_millis(5));
-            code = match self.state() {
+            code = match self.state(Duration::ZERO) {
                 Ok(Some(state)) => state,
                 Ok(None) => sys::ncclInProgress,
                 Err(error) => return Err(error),
@@ -137,13 +150,24 @@ impl Link {
         }
     }
 
+    /// What went wrong in the library, as far as it is known now. `patience` is for a call that is running; where something is wrong it
+    /// takes a little longer, to learn who is the cause.
+    pub fn trouble(&self, patience: Duration) -> Option<Error> {
+        match self.state(patience) {
+            Ok(None | Some(sys::ncclSuccess | sys::ncclInProgress)) => None,
+            // To a library, a peer that has ended is an error; whether it is missed, the board knows.
+            Ok(Some(_)) if self.control.peers().any(|peer| self.control.left(peer)) => None,
+            Ok(Some(code)) => {
+                let outcome = ("ncclCommGetAsyncError", code);
+                Some(self.explain(self.library.check("asynchronous error", outcome, self.comm().unwrap_or(std::ptr::null_mut())).err()))
+            }
+            Err(error) => Some(error),
+        }
+    }
+
     /// The communicator's asynchronous result; `None` while another call runs, or before there is a communicator.
-    pub fn state(&self) -> Result<Option<sys::ncclResult_t>> {
-        let _gate = match self.gate.try_lock() {
-            Ok(gate) => gate,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(None),
-        };
+    fn state(&self, patience: Duration) -> Result<Option<sys::ncclResult_t>> {
+        let Some(_gate) = self.pass_gate(patience) else { return Ok(None) };
         let Some(comm) = self.comm() else { return Ok(None) };
         let mut state = sys::ncclSuccess;
         // SAFETY: the communicator is alive while the gate is held and it has not ended.
@@ -177,15 +201,7 @@ impl Link {
         let link = self.clone();
         // Abort waits for the device; where no thread can be made, the communicator is left to the end of the process.
         let _ = std::thread::Builder::new().name("ccl abort".into()).spawn(move || {
-            let begun = Instant::now();
-            let gate = loop {
-                match link.gate.try_lock() {
-                    Ok(gate) => break Some(gate),
-                    Err(TryLockError::Poisoned(poisoned)) => break Some(poisoned.into_inner()),
-                    Err(TryLockError::WouldBlock) if begun.elapsed() < GATE => std::thread::sleep(Duration::from_millis(1)),
-                    Err(TryLockError::WouldBlock) => break None,
-                }
-            };
+            let gate = link.pass_gate(GATE);
             link.destroy(|comm| {
                 // SAFETY: this is the communicator's only end. A call may be running: the library ends it, and no other begins.
                 unsafe { (link.library.api.ncclCommAbort)(comm) };
@@ -204,8 +220,12 @@ impl Link {
 
     /// Ends in order what is not ended yet, and otherwise aborts. Never waits much longer than `ENDING`.
     pub fn finish(self: &Arc<Self>) {
-        if self.control.error().is_none() && self.finalize() {
-            return;
+        if self.control.error().is_none() {
+            // Before the library tells the others.
+            self.control.leave();
+            if self.finalize() {
+                return;
+            }
         }
         self.abort();
         let until = Instant::now() + ENDING;

@@ -2,39 +2,45 @@
 //!
 //! Which file answers what: `sys` the generated numbers and signatures; `library` where the functions come from; `settings` what practice
 //! recommends; `join` how ranks become a group; `link` how the library is called without waiting for ever; `issue` how a collective gets onto a
-//! stream; `sums` how sums get the bits of the fixed tree; `board` how different collectives are found; `watch` who notices what will not end.
+//! stream; `sums` how sums get the bits of the fixed tree; `copies` how few GPUs gather by copies, and `peer` how
+//! they see each other's memory; `board` how different collectives are found; `watch` who notices what will not end.
 //! This file holds the communicator.
 //!
 //! Ranks are processes of one host, one GPU each: what the library cannot carry (tags, heartbeats, why the group ended) travels through shared memory.
 //! When the group is lost, the library's communicator is aborted, so that streams go on: what collectives were to write is then undefined. The
-//! group is known to be lost before that: who reads a result asks [`Communicator::health`] after it.
+//! group is known to be lost before that: who reads a result asks [`Communicator::health`] after it, and takes it only if that is good.
 #![allow(unsafe_code)]
 
 mod board;
+mod copies;
 mod issue;
 mod join;
 mod library;
 mod link;
+mod peer;
 mod settings;
 mod sums;
 #[doc(hidden)]
 pub mod sys;
 mod watch;
 
+pub use copies::{CopyOptions, CopyWhen, HANDLE_BYTES, PeerMemory};
 #[doc(hidden)]
 pub use library::Api;
 pub use library::Library;
+pub use peer::GpuMemory;
 pub use settings::recommended_env;
 
 use crate::operands::{Check, Counters};
 use crate::{Communicator, Counts, Health, Result};
+use copies::Copies;
 use link::Link;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use watch::{Watch, Watched};
 use zrt_kernels::gpu::driver::Vendor;
-use zrt_kernels::{Buffer, DType, Device, Event, Stream, View, ViewMut};
+use zrt_kernels::{Buffer, Device, Event, Stream, View, ViewMut};
 
 /// How a communicator of GPUs behaves. All ranks must use the same values.
 #[derive(Clone, Debug)]
@@ -84,6 +90,7 @@ impl CclOptions {
 /// One rank of a group of GPUs. See [`CclComm::join`].
 pub struct CclComm {
     check: Check,
+    name: String,
     deterministic: bool,
     device: Arc<dyn Device>,
     scratch: Buffer,
@@ -96,24 +103,45 @@ pub struct CclComm {
     counters: Counters,
     watched: Arc<Watched>,
     watch: Option<Watch>,
+    /// Where gathers of some length are copies.
+    copies: Option<Copies>,
     link: Arc<Link>,
 }
 
 impl CclComm {
-    /// Time for the device to pass what was enqueued before the communicator ends.
+    /// Time for a call of the library that is running, when another thread asks for its state.
+    const GLANCE: Duration = Duration::from_millis(50);
+    /// Time for the device, and for the others, to be done with what was enqueued before the communicator ends.
     const DRAIN: Duration = Duration::from_secs(5);
 
     /// What was loaded, and its version: `libnccl.so.2 2.18.3`.
     pub fn library(&self) -> &str {
         self.link.library.name()
     }
+
+    /// Waits a little for `done`, as long as the group is good; whether it came.
+    fn drain(&self, done: impl Fn() -> bool) -> bool {
+        let until = Instant::now() + Self::DRAIN;
+        while self.link.control.error().is_none() && Instant::now() < until {
+            if done() {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        false
+    }
 }
 
 impl Drop for CclComm {
     fn drop(&mut self) {
-        let until = Instant::now() + Self::DRAIN;
-        while self.link.control.error().is_none() && !self.watched.idle() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
+        self.drain(|| self.watched.idle());
+        if let Some(copies) = self.copies.take() {
+            let mine = copies.into_own(self.check.rank);
+            self.watched.unmapped();
+            if !self.drain(|| self.watched.all_unmapped()) {
+                // Others may still read it: it stays until the process ends.
+                std::mem::forget(mine);
+            }
         }
         self.watch = None;
         self.link.finish();
@@ -129,6 +157,9 @@ impl Communicator for CclComm {
     }
     fn all_gather(&self, dst: &ViewMut, src: &View, tag: &str, s: &dyn Stream) -> Result<()> {
         self.enqueue(self.check.all_gather(dst, src, tag)?, s, |issue| {
+            if let Some(copies) = self.copies.as_ref().filter(|copies| copies.take(src.bytes())) {
+                return issue.with_scratch(|| issue.gather_by_copies(copies, dst, src));
+            }
             let (to, from) = (issue.span(dst)?, issue.span(src)?);
             issue.native(vec![src.clone()], vec![dst.clone()], move |library| library.all_gather(to, from))
         })
@@ -161,18 +192,18 @@ impl Communicator for CclComm {
         })
     }
     fn barrier(&self, tag: &str, s: &dyn Stream) -> Result<()> {
-        self.enqueue(self.check.barrier(tag), s, |issue| {
-            let flag = self.flag.view_mut(DType::I32, 0, 1)?;
-            let span = issue.span(&flag)?;
-            issue.native(vec![], vec![flag], move |library| library.all_reduce(span))
-        })
+        self.enqueue(self.check.barrier(tag), s, |issue| issue.meet())
     }
     /// GPUs share no pages.
     fn share_pages(&self, _name: &str, _bytes: usize) -> Result<Option<Buffer>> {
         Ok(None)
     }
+    /// Also asks the library: a result that was read before this says "good" was written by all ranks.
     fn health(&self) -> Health {
-        self.link.control.error().map_or(Health::Good, Health::Lost)
+        let control = &self.link.control;
+        let trouble = || self.watched.look().or_else(|| self.link.trouble(Self::GLANCE));
+        let error = control.error().or_else(|| trouble().map(|error| control.lose(error)));
+        error.map_or(Health::Good, Health::Lost)
     }
     fn abort(&self, reason: &str) {
         self.link.control.abort(reason);

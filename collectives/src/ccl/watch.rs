@@ -5,7 +5,6 @@
 
 use super::board::Board;
 use super::link::Link;
-use super::sys;
 use crate::local::Patience;
 use crate::operands::Call;
 use crate::{Error, Result};
@@ -70,6 +69,11 @@ impl Watched {
         lock(&self.board).post(call)
     }
 
+    /// See [`Board::look`].
+    pub fn look(&self) -> Option<Error> {
+        lock(&self.board).look()
+    }
+
     /// Two events for a collective.
     pub fn events(&self, device: &dyn Device) -> Result<(Arc<dyn Event>, Arc<dyn Event>)> {
         let mut marks = lock(&self.marks);
@@ -83,6 +87,16 @@ impl Watched {
     /// Watches a collective whose events were recorded.
     pub fn follow(&self, sequence: u64, call: Call<'static>, begun: Arc<dyn Event>, done: Arc<dyn Event>) {
         lock(&self.marks).open.push_back(Mark { sequence, call, begun, done });
+    }
+
+    /// See [`Board::unmapped`].
+    pub fn unmapped(&self) {
+        lock(&self.board).unmapped();
+    }
+
+    /// See [`Board::all_unmapped`].
+    pub fn all_unmapped(&self) -> bool {
+        lock(&self.board).all_unmapped()
     }
 
     /// Whether the device has passed all collectives.
@@ -148,16 +162,11 @@ impl Round {
         if let Some(error) = self.link.control.error() {
             return Some(error);
         }
-        if let Some(error) = lock(&self.watched.board).compare() {
+        if let Some(error) = self.watched.look() {
             return Some(error);
         }
-        match self.link.state() {
-            Ok(None | Some(sys::ncclSuccess | sys::ncclInProgress)) => {}
-            Ok(Some(code)) => {
-                let error = self.link.library.check("asynchronous error", ("ncclCommGetAsyncError", code), std::ptr::null_mut()).err();
-                return Some(self.link.explain(error));
-            }
-            Err(error) => return Some(error),
+        if let Some(error) = self.link.trouble(Duration::ZERO) {
+            return Some(error);
         }
         self.progress()
     }
@@ -175,19 +184,22 @@ impl Round {
         }
         let (sequence, call) = current?;
         let secs = self.stuck.spend();
-        let (culprit, state) = self.culprit(sequence, secs >= self.train_timeout)?;
+        if secs < self.train_timeout {
+            return None;
+        }
+        let (culprit, state) = self.culprit(sequence)?;
         Some(Error::Timeout { rank: self.link.control.rank(), what: format!("#{sequence} {call}"), culprit, state, secs: secs.as_secs() })
     }
 
-    /// Who keeps this rank waiting in `sequence`: a rank that left without having issued it; when it is `late`, the one that is furthest behind.
-    fn culprit(&self, sequence: u64, late: bool) -> Option<(usize, String)> {
+    /// Who keeps this rank waiting in `sequence`: the rank that is furthest behind.
+    fn culprit(&self, sequence: u64) -> Option<(usize, String)> {
         let control = &self.link.control;
-        let issued = |peer: usize| lock(&self.watched.board).posted(peer) >= sequence;
-        if let Some(gone) = control.peers().find(|peer| control.left(*peer) && !issued(*peer)) {
-            return Some((gone, format!("left the group; {}", control.whereabouts(gone))));
-        }
-        let culprit = control.peers().min_by_key(|peer| control.progress(*peer)).filter(|_| late)?;
-        let reached = if issued(culprit) { "issued it" } else { "did not issue it" };
+        let culprit = control.peers().min_by_key(|peer| control.progress(*peer))?;
+        let reached = match control.progress(culprit) {
+            (_, here) if here >= sequence => "in it too: the library, or a link between GPUs, hangs",
+            _ if lock(&self.watched.board).posted(culprit) >= sequence => "issued it, but its device has not come to it",
+            _ => "did not issue it",
+        };
         Some((culprit, format!("alive, {reached}; {}", control.whereabouts(culprit))))
     }
 }

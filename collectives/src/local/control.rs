@@ -1,6 +1,7 @@
 //! What does a communicator whose bytes travel elsewhere use of a local group? Who is alive, why the group ended, how far each rank has come, and
 //! a piece of shared memory per rank, which its owner writes and all read.
 
+use super::wait::ring;
 use super::{LocalComm, LocalOptions, end_group};
 use crate::operands::Call;
 use crate::store::Store;
@@ -77,6 +78,12 @@ impl Control {
     /// The same in words.
     pub fn whereabouts(&self, rank: usize) -> String {
         self.0.seat.shared().page(rank).whereabouts()
+    }
+
+    /// Leaves in order, ahead of being dropped: others count on nothing more from this rank.
+    pub fn leave(&self) {
+        self.0.seat.page().left.store(1, Release);
+        ring(self.0.seat.page());
     }
 
     /// Whether `rank` has left in order.

@@ -1,6 +1,8 @@
 //! A library of collectives within this process, with NCCL's functions: ranks are threads, memory is the host's. A call does its work
 //! before it returns, and then says "in progress" for a while, as a communicator that is not blocking may. It adds in an order of its own.
 #![allow(non_upper_case_globals)]
+// The functions are as unsafe as a library's: pointers and counts are the caller's promise, and the caller is what is tested.
+#![allow(unsafe_op_in_unsafe_fn)]
 
 use half::bf16;
 use std::cell::RefCell;
@@ -83,11 +85,11 @@ fn bytes_of(dtype: ncclDataType_t) -> usize {
 }
 
 unsafe fn take(src: *const c_void, bytes: usize) -> Vec<u8> {
-    unsafe { std::slice::from_raw_parts(src.cast(), bytes).to_vec() }
+    std::slice::from_raw_parts(src.cast(), bytes).to_vec()
 }
 
 unsafe fn give(dst: *mut c_void, bytes: &[u8]) {
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst.cast(), bytes.len()) }
+    std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst.cast(), bytes.len())
 }
 
 /// Last rank first, rounded at each step: not our tree.
@@ -170,13 +172,13 @@ pub unsafe extern "C" fn unknown_all_gather(
 
 /// A state that older headers do not name.
 pub unsafe extern "C" fn timed_out(_: ncclComm_t, state: *mut ncclResult_t) -> ncclResult_t {
-    unsafe { *state = 8 };
+    *state = 8;
     ncclSuccess
 }
 
 /// A state that never ends.
 pub unsafe extern "C" fn never_ready(_: ncclComm_t, state: *mut ncclResult_t) -> ncclResult_t {
-    unsafe { *state = ncclInProgress };
+    *state = ncclInProgress;
     ncclSuccess
 }
 
@@ -186,19 +188,19 @@ pub unsafe extern "C" fn failing_init(_: *mut ncclComm_t, _: c_int, _: ncclUniqu
 }
 
 unsafe extern "C" fn version(version: *mut c_int) -> ncclResult_t {
-    unsafe { *version = 21803 };
+    *version = 21803;
     ncclSuccess
 }
 
 unsafe extern "C" fn unique_id(id: *mut ncclUniqueId) -> ncclResult_t {
     let number = NEXT.fetch_add(1, Relaxed);
     for (at, byte) in number.to_le_bytes().into_iter().enumerate() {
-        unsafe { (*id).internal[at] = byte as c_char };
+        (*id).internal[at] = byte as c_char;
     }
     ncclSuccess
 }
 
-fn enter(out: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int) {
+unsafe fn enter(out: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int) {
     let number = u64::from_le_bytes(std::array::from_fn(|at| id.internal[at] as u8));
     let world = WORLDS.lock().unwrap().get_or_insert_default().entry(number).or_default().clone();
     world.joined.fetch_add(1, Relaxed);
@@ -210,11 +212,11 @@ fn enter(out: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int) {
         aborted: AtomicBool::new(false),
         busy: AtomicU32::new(0),
     };
-    unsafe { *out = Box::into_raw(Box::new(comm)).cast() };
+    *out = Box::into_raw(Box::new(comm)).cast();
 }
 
 unsafe extern "C" fn init(out: *mut ncclComm_t, ranks: c_int, id: ncclUniqueId, rank: c_int, config: *mut ncclConfig_t) -> ncclResult_t {
-    let config = unsafe { &*config };
+    let config = &*config;
     assert_eq!((config.size, config.magic, config.version, config.blocking), (size_of::<ncclConfig_t>(), 0xcafebeef, 21700, 0));
     enter(out, ranks, id, rank);
     ncclInProgress
@@ -226,7 +228,7 @@ unsafe extern "C" fn init_blocking(out: *mut ncclComm_t, ranks: c_int, id: ncclU
     while comm(handle).world.joined.load(Relaxed) < ranks as u32 {
         std::thread::sleep(Duration::from_millis(1));
     }
-    unsafe { *out = handle };
+    *out = handle;
     ncclSuccess
 }
 
@@ -234,7 +236,7 @@ unsafe extern "C" fn async_error(of: ncclComm_t, state: *mut ncclResult_t) -> nc
     let comm = comm(of);
     let busy = comm.busy.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_ok();
     let ready = !busy && comm.world.joined.load(Relaxed) >= comm.ranks as u32;
-    unsafe { *state = if ready { ncclSuccess } else { ncclInProgress } };
+    *state = if ready { ncclSuccess } else { ncclInProgress };
     ncclSuccess
 }
 
@@ -255,7 +257,7 @@ unsafe extern "C" fn abort(of: ncclComm_t) -> ncclResult_t {
 }
 
 unsafe extern "C" fn count(of: ncclComm_t, count: *mut c_int) -> ncclResult_t {
-    unsafe { *count = comm(of).ranks as c_int };
+    *count = comm(of).ranks as c_int;
     ncclSuccess
 }
 
@@ -275,9 +277,9 @@ unsafe extern "C" fn all_gather(
     _: cudaStream_t,
 ) -> ncclResult_t {
     let bytes = elems * bytes_of(dtype);
-    let Some(all) = comm(of).meet(format!("all_gather {bytes}"), vec![(0, unsafe { take(src, bytes) })]) else { return ncclInternalError };
+    let Some(all) = comm(of).meet(format!("all_gather {bytes}"), vec![(0, take(src, bytes))]) else { return ncclInternalError };
     for (rank, one) in all.iter().enumerate() {
-        unsafe { give(dst.byte_add(rank * bytes), &one.1[0].1) };
+        give(dst.byte_add(rank * bytes), &one.1[0].1);
     }
     ncclInProgress
 }
@@ -293,11 +295,11 @@ unsafe extern "C" fn reduce_scatter(
 ) -> ncclResult_t {
     assert_eq!(op, ncclSum);
     let (comm, bytes) = (comm(of), elems * bytes_of(dtype));
-    let whole = unsafe { take(src, bytes * comm.ranks) };
+    let whole = take(src, bytes * comm.ranks);
     let Some(all) = comm.meet(format!("reduce_scatter {bytes}"), vec![(0, whole)]) else { return ncclInternalError };
     let part = comm.rank * bytes..(comm.rank + 1) * bytes;
     let parts: Vec<&[u8]> = all.iter().map(|one| &one.1[0].1[part.clone()]).collect();
-    unsafe { give(dst, &sum(&parts, dtype)) };
+    give(dst, &sum(&parts, dtype));
     ncclInProgress
 }
 
@@ -312,9 +314,9 @@ unsafe extern "C" fn all_reduce(
 ) -> ncclResult_t {
     assert_eq!(op, ncclSum);
     let bytes = elems * bytes_of(dtype);
-    let Some(all) = comm(of).meet(format!("all_reduce {bytes}"), vec![(0, unsafe { take(src, bytes) })]) else { return ncclInternalError };
+    let Some(all) = comm(of).meet(format!("all_reduce {bytes}"), vec![(0, take(src, bytes))]) else { return ncclInternalError };
     let parts: Vec<&[u8]> = all.iter().map(|one| &one.1[0].1[..]).collect();
-    unsafe { give(dst, &sum(&parts, dtype)) };
+    give(dst, &sum(&parts, dtype));
     ncclInProgress
 }
 
@@ -328,8 +330,8 @@ unsafe extern "C" fn broadcast(
     _: cudaStream_t,
 ) -> ncclResult_t {
     let bytes = elems * bytes_of(dtype);
-    let Some(all) = comm(of).meet(format!("broadcast {bytes}"), vec![(0, unsafe { take(src, bytes) })]) else { return ncclInternalError };
-    unsafe { give(dst, &all[root as usize].1[0].1) };
+    let Some(all) = comm(of).meet(format!("broadcast {bytes}"), vec![(0, take(src, bytes))]) else { return ncclInternalError };
+    give(dst, &all[root as usize].1[0].1);
     ncclInProgress
 }
 
@@ -341,7 +343,7 @@ unsafe extern "C" fn send(
     comm: ncclComm_t,
     _: cudaStream_t,
 ) -> ncclResult_t {
-    let send = Some(unsafe { take(src, elems * bytes_of(dtype)) });
+    let send = Some(take(src, elems * bytes_of(dtype)));
     GROUP.with_borrow_mut(|group| group.push(Part { peer: peer as usize, send, recv: None, comm }));
     ncclSuccess
 }
@@ -374,7 +376,7 @@ unsafe extern "C" fn group_end() -> ncclResult_t {
         if let Some((dst, bytes)) = part.recv {
             let sent = &all[part.peer].1.iter().find(|(to, _)| *to == comm.rank).unwrap().1;
             assert_eq!(sent.len(), bytes);
-            unsafe { give(dst.cast(), sent) };
+            give(dst.cast(), sent);
         }
     }
     ncclInProgress

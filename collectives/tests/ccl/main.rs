@@ -10,7 +10,7 @@ use fake::api;
 use native::NativeDevice;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use zrt_collectives::ccl::{Api, Library};
+use zrt_collectives::ccl::{Api, CopyOptions, CopyWhen, Library, PeerMemory};
 use zrt_collectives::{CclComm, CclOptions, Communicator, Error, Health, MemoryStore, Result};
 use zrt_kernels::cpu::{CpuDevice, CpuOptions};
 use zrt_kernels::gpu::driver::Vendor;
@@ -135,6 +135,46 @@ fn several_streams_keep_the_order_of_calls_and_share_scratch() {
 fn a_library_without_init_config_works() {
     let old = |_| Api { ncclCommInitRankConfig: None, ncclCommFinalize: None, ..api() };
     ranks(2, &options(), old, |comm, s| compare_all(&comm.unwrap(), &*s, DType::F32, 10));
+}
+
+#[test]
+fn gathers_by_copies_equal_their_definition() {
+    // Slots far shorter than the parts: several rounds, and slots are used again.
+    let copies = CopyOptions { when: CopyWhen::Possible, slot_bytes: 512, least_bytes: 100 };
+    let store = MemoryStore::default();
+    for n in [2, 3] {
+        ranks_on(
+            n,
+            &CclOptions { name: format!("copies {n}"), ..options() },
+            |_| api(),
+            |comm, device| {
+                let mut comm = comm.unwrap();
+                assert!(comm.use_copies(&store, &native::Mapped, &copies).unwrap());
+                let s = device.stream("comm").unwrap();
+                for part in [1, 100, 1000, 3001] {
+                    compare_all(&comm, &*s, DType::BF16, part);
+                    compare_all(&comm, &*s, DType::F32, part);
+                }
+            },
+        );
+    }
+}
+
+#[test]
+fn gathers_stay_with_the_library_where_memory_cannot_be_mapped() {
+    let store = MemoryStore::default();
+    ranks_on(
+        2,
+        &options(),
+        |_| api(),
+        |comm, device| {
+            let mut comm = comm.unwrap();
+            // One rank cannot: both know.
+            let memory: &dyn PeerMemory = if comm.rank() == 0 { &native::Mapped } else { &native::Unmapped };
+            assert!(!comm.use_copies(&store, memory, &CopyOptions { when: CopyWhen::Possible, ..CopyOptions::default() }).unwrap());
+            compare_all(&comm, &*device.stream("comm").unwrap(), DType::F32, 300_000);
+        },
+    );
 }
 
 /// Waits until the group is lost, and says why and after how long.
