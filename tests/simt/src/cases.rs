@@ -71,9 +71,9 @@ fn swiglu(name: &'static str, dtype: DType) -> Case {
     })
 }
 
-fn embedding(name: &'static str, dtype: DType) -> Case {
+fn embedding(name: &'static str, dtype: DType, hidden: usize) -> Case {
     case(name, 0.0, move |rig| {
-        let (tokens, vocab, hidden) = (1100, 37, 9);
+        let (tokens, vocab) = (1100, 37);
         let ids: Vec<i32> = (0..tokens as i32).map(|n| n * n % 37).collect();
         let (table, dy) = (rig.tensor(&normal(vocab * hidden, dtype, 1), dtype), rig.tensor(&normal(tokens * hidden, dtype, 2), dtype));
         let (y, dtable, ids) = (rig.empty(tokens * hidden, dtype), rig.empty(vocab * hidden, DType::F32), rig.ints(&ids));
@@ -125,7 +125,12 @@ fn gradient_norm() -> Case {
         ops.sum_squares(&nodes, &x, first, &rig.workspace(OpShape::SumSquares { elems }), s)?;
         let [norm, scale] = [(); 2].map(|()| rig.empty(1, DType::F32));
         ops.clip_scale(&norm, &scale, &nodes, &[(first as u64, 22)], 1, 1, Some(1.0), s)?;
-        read(rig, &[&nodes, &norm, &scale])
+        // More segments than a block has threads; their nodes are any numbers that are not negative.
+        let many = 67;
+        let squares: Vec<f32> = normal(many * SUM_SQUARES_NODES, DType::F32, 2).iter().map(|v| v * v).collect();
+        let (all, [norms, scales]) = (rig.tensor(&squares, DType::F32), [(); 2].map(|()| rig.empty(1, DType::F32)));
+        ops.clip_scale(&norms, &scales, &all, &vec![(5, 22); many], 1, many, Some(1.0), s)?;
+        read(rig, &[&nodes, &norm, &scale, &norms, &scales])
     })
 }
 
@@ -144,8 +149,9 @@ pub fn cases() -> Vec<Case> {
         rope("rope bf16", B),
         swiglu("swiglu f32", F),
         swiglu("swiglu bf16", B),
-        embedding("embedding f32", F),
-        embedding("embedding bf16", B),
+        embedding("embedding f32", F, 9),
+        embedding("embedding bf16", B, 9),
+        embedding("embedding bf16, aligned rows", B, 24),
         adamw("adamw f32", F),
         adamw("adamw bf16", B),
         elements("elements f32", F),
@@ -157,6 +163,7 @@ pub fn cases() -> Vec<Case> {
         lora("lora f32", F, 70, 72, &[(40, 8), (21, 5)], None),
         lora("lora bf16", B, 150, 640, &[(136, 16), (24, 4)], None),
         lora("lora bf16, dropout", B, 67, 72, &[(24, 8), (40, 4)], Some(Dropout { p: 0.3, seed: 7, step: 2, micro_batch: 1 })),
+        lora("lora f32, dropout and odd rows", F, 35, 37, &[(24, 8), (9, 3)], Some(Dropout { p: 0.3, seed: 7, step: 2, micro_batch: 1 })),
         lora("lora f32, large ranks", F, 40, 48, &[(40, 64), (16, 33)], None),
         lora("lora f32, whole rows", F, 64, 128, &[(192, 16)], None),
         lora("lora f32, whole rows of large ranks", F, 64, 64, &[(128, 64), (64, 32)], None),
@@ -195,10 +202,15 @@ pub fn difference(case: &Case, got: &[Vec<f32>], want: &[Vec<f32>]) -> Option<St
 
 /// Runs the cases whose name contains `only` on a device and compares them with the CPU; the first difference or error.
 pub fn check(device: &std::sync::Arc<crate::SimtDevice>, only: &str) -> Result<(), String> {
+    check_skewed(device, only, 0)
+}
+
+/// The same with operands that begin `skew` elements behind a multiple of 256 bytes.
+pub fn check_skewed(device: &std::sync::Arc<crate::SimtDevice>, only: &str, skew: usize) -> Result<(), String> {
     for case in cases().iter().filter(|c| c.name.contains(only)) {
         let want = (case.run)(&Rig::cpu()).map_err(|e| format!("{}: {e}", case.name))?;
         // A failed stream stays failed: each case has its own.
-        let got = (case.run)(&Rig::new(device.clone())).map_err(|e| format!("{}: {e}", case.name))?;
+        let got = (case.run)(&Rig::new(device.clone()).skewed(skew)).map_err(|e| format!("{}: {e}", case.name))?;
         if let Some(what) = difference(case, &got, &want) {
             return Err(what);
         }

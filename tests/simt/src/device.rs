@@ -18,6 +18,8 @@ use zrt_kernels::{Buffer, Category, Error, MemoryUse, Ops, Place, Result};
 pub struct SimtOptions {
     /// The machine that is emulated, by its compiler's name: see [`Arch::known`].
     pub arch: &'static str,
+    /// Compute units in place of the machine's: with few of them, blocks of small operands have long loops too.
+    pub units: Option<u32>,
     /// Order of threads.
     pub order: Order,
     /// Host threads that share the blocks of a launch.
@@ -38,6 +40,7 @@ impl Default for SimtOptions {
     fn default() -> Self {
         SimtOptions {
             arch: "sm_90",
+            units: None,
             order: Order::Forward,
             workers: 1,
             count: false,
@@ -65,7 +68,8 @@ impl SimtDevice {
     /// An unknown machine, or sources that cannot be prepared. A missing compiler shows at the first operation.
     pub fn new(options: SimtOptions) -> Result<Arc<SimtDevice>> {
         let shape = |what: String| Error::Shape { op: "simt device", what };
-        let arch = Arch::known(options.arch).ok_or_else(|| shape(format!("unknown machine {}", options.arch)))?;
+        let mut arch = Arch::known(options.arch).ok_or_else(|| shape(format!("unknown machine {}", options.arch)))?;
+        arch.units = options.units.unwrap_or(arch.units);
         let gfx950 = options.arch == "gfx950";
         let build = Build { lanes: arch.lanes, gfx950, sanitizer: options.sanitizer, mutations: options.mutations };
         let emulator = Arc::new(Emulator {
