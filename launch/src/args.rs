@@ -90,6 +90,11 @@ pub enum Action {
     Calibrate(crate::calibrate::CalibrateArgs),
     /// Look at this machine's drivers, links, limits and speed: each finding with its fix
     Doctor(crate::doctor::DoctorArgs),
+    /// GPU kernels
+    Kernels {
+        #[command(subcommand)]
+        action: KernelsAction,
+    },
     /// Study a configuration over many sizes and choices: a table and a report with charts
     Scale(crate::scale::ScaleArgs),
     #[command(hide = true)]
@@ -127,6 +132,12 @@ pub enum DataAction {
         #[arg(long, value_name = "KEY=VALUE")]
         set: Vec<String>,
     },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum KernelsAction {
+    /// Compile all kernels for machines that need not be here; runs then need no compiler
+    Build(crate::kernels::BuildArgs),
 }
 
 #[derive(Debug, Subcommand)]

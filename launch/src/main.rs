@@ -14,6 +14,7 @@ mod dry;
 mod fault;
 mod folder;
 mod job;
+mod kernels;
 mod last_words;
 mod oom;
 mod plan;
@@ -26,7 +27,7 @@ mod supervise;
 mod verdict;
 mod work;
 
-use args::{Action, Args, ConfigAction, DataAction};
+use args::{Action, Args, ConfigAction, DataAction, KernelsAction};
 use clap::Parser;
 use fault::Fault;
 use std::io::{IsTerminal, Write};
@@ -67,6 +68,7 @@ fn dispatch(args: Args) -> Result<u8, Fault> {
         Some(Action::Bench(what)) => bench::run(what),
         Some(Action::Calibrate(args)) => calibrate::run(&args),
         Some(Action::Doctor(args)) => doctor::run(&args),
+        Some(Action::Kernels { action: KernelsAction::Build(args) }) => kernels::build(&args).and_then(print),
         Some(Action::Scale(args)) => scale::run(&args),
         Some(Action::Rank(inner)) => rank::run(inner),
         Some(Action::Exec { parent, program }) => rank::exec(parent, &program),

@@ -111,7 +111,12 @@ pub fn environment(config: &Config, ranks: usize) -> Vec<(&'static str, &'static
 
 /// Where compiled kernels are kept.
 pub fn kernel_folder(config: &Config) -> Option<PathBuf> {
-    config.device.kernel_folder.clone().or_else(|| crate::data::prepare::default_cache_folder().map(|f| f.with_file_name("kernels")))
+    config.device.kernel_folder.clone().or_else(default_kernel_folder)
+}
+
+/// `kernels` beside the cache of tokens; `None` without a home.
+pub fn default_kernel_folder() -> Option<PathBuf> {
+    crate::data::prepare::default_cache_folder().map(|f| f.with_file_name("kernels"))
 }
 
 /// What the emulated driver of the tests calls its devices.
