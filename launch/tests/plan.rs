@@ -4,6 +4,7 @@ mod common;
 
 use common::tiny::*;
 use common::*;
+use std::path::Path;
 
 fn example(name: &str) -> String {
     format!("{}/../examples/{name}", env!("CARGO_MANIFEST_DIR"))
@@ -115,4 +116,24 @@ fn auto_is_chosen_before_ranks_start() {
     assert!(all.contains("chosen (zero.stage, training.micro_batch_group, activation_checkpoint.mode \"auto\")"), "{all}");
     let saved = std::fs::read_to_string(tiny.path("out/config.toml")).unwrap();
     assert!(!saved.contains("stage = \"auto\"") && !saved.contains("mode = \"auto\""), "{saved}");
+}
+
+#[test]
+fn a_calibrated_host_is_planned_by_its_own_figures() {
+    let tiny = Tiny::new(2);
+    let hw = tiny.path("home/zlaunch/hw");
+    std::fs::create_dir_all(&hw).unwrap();
+    let measured = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/validation/machine.toml");
+    std::fs::copy(measured, hw.join("local.toml")).unwrap();
+    let plan = |home: Option<&Path>| {
+        let mut command = zlaunch();
+        command.current_dir(tiny.path(".")).args(["plan", "train.toml", "-n", "2", "--set", "device.kind=cpu"]);
+        command.env("XDG_CONFIG_HOME", home.unwrap_or(Path::new("/nowhere")));
+        let done = Running::start(&mut command).finish();
+        assert_eq!(done.code, Some(0), "{}", done.err);
+        done.out
+    };
+    let (own, guessed) = (plan(Some(&tiny.path("home"))), plan(None));
+    assert!(own.contains("measured"), "{own}");
+    assert_ne!(own, guessed);
 }

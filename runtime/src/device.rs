@@ -55,8 +55,7 @@ impl Computes {
             Computes::Gpu(device, vendor) if ranks > 1 => {
                 let mut comm = CclComm::join(store.clone(), rank, ranks, device.clone(), ccl_options(config, *vendor))?;
                 if let Some(options) = copy_options(config, *vendor, ranks) {
-                    let used = comm.use_copies(&*store, &GpuMemory::of(device.clone())?, &options)?;
-                    tracing::info!("weights are gathered by {}", if used { "the copy engines" } else { comm.library() });
+                    comm.use_copies(&*store, &GpuMemory::of(device.clone())?, &options)?;
                 }
                 Ok(Arc::new(comm))
             }

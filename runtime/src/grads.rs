@@ -87,6 +87,15 @@ struct Use {
     done: Arc<dyn Event>,
     /// The step's final sum.
     root: Option<ViewMut>,
+    /// `root` is final, and was added to its segment's gradient.
+    finished: bool,
+}
+
+/// The gradient of a segment as far as its uses are finished.
+struct Sum {
+    segment: usize,
+    view: ViewMut,
+    uses_left: usize,
 }
 
 /// What the gradients need to know of the configuration.
@@ -116,6 +125,8 @@ pub struct GradStore {
     /// Per visit: uses, in the order of its units (those with a trained segment).
     of_visit: Vec<Vec<usize>>,
     uses: Vec<Use>,
+    /// Of the running step.
+    sums: Vec<Sum>,
     staging: Option<ViewMut>,
     /// What arrives at accumulators on the host, where it is added to running sums.
     arrived: Option<ViewMut>,
@@ -158,7 +169,7 @@ impl GradStore {
                     })
                     .collect::<Result<Vec<_>>>()?;
                 own.push(uses.len());
-                uses.push(Use { segment, acc: Fold::new(buffers), done: device.event()?, root: None });
+                uses.push(Use { segment, acc: Fold::new(buffers), done: device.event()?, root: None, finished: false });
             }
             largest = largest.max(elems);
             of_visit.push(own);
@@ -187,7 +198,8 @@ impl GradStore {
         };
         let (produced, copied) = (device.event()?, device.event()?);
         let (turn, leaf) = (0, None);
-        Ok(GradStore { plan, device, comm, streams, options, sets, turn, of_visit, uses, staging, arrived, leaf, produced, copied })
+        let sums = Vec::new();
+        Ok(GradStore { plan, device, comm, streams, options, sets, turn, of_visit, uses, sums, staging, arrived, leaf, produced, copied })
     }
 
     fn once(&self) -> bool {
@@ -292,10 +304,11 @@ impl GradStore {
         }
     }
 
-    /// All micro-batches of the group have passed `visit`: combines the ranks and adds to the step's sum.
-    pub fn reduce(&mut self, visit: usize) -> Result<()> {
+    /// All micro-batches of the group have passed `visit`: combines the ranks and adds to the step's sum. In the `last` group that ends the sums
+    /// of the visit's uses: returns the segments whose gradients are final, ready on the update stream, while backward goes on.
+    pub fn reduce(&mut self, visit: usize, last: bool) -> Result<Vec<(usize, ViewMut)>> {
         if !self.trains(visit) || self.once() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let elems = self.visit_elems(visit);
         let add = self.adder(&self.streams.compute);
@@ -325,7 +338,13 @@ impl GradStore {
         let set = &mut self.sets[self.turn];
         set.fold.reset();
         self.streams.comm.record(&set.reduced)?;
-        Ok(())
+        let mut ready = Vec::new();
+        if last {
+            for u in self.of_visit[visit].clone() {
+                ready.extend(self.finish_use(u)?);
+            }
+        }
+        Ok(ready)
     }
 
     /// Combines one segment's partial sum over ranks and pushes it to the accumulators.
@@ -389,46 +408,71 @@ impl GradStore {
         Ok(())
     }
 
-    /// Ends the step: folds groups, reduces what is reduced once, adds the uses of tied weights.
-    /// Returns per trained segment (index, its gradient: this rank's shard at stages 2-3, else the whole), ready on the update stream.
-    pub fn finish_step(&mut self) -> Result<Vec<(usize, ViewMut)>> {
+    /// Folds the groups of a use, reduces what is reduced once, and adds it to its segment's gradient; returns that, ready on the update
+    /// stream, when it was the last use.
+    fn finish_use(&mut self, u: usize) -> Result<Option<(usize, ViewMut)>> {
         let acc = self.acc_stream();
         let add = self.adder(&acc);
-        let mut result: Vec<(usize, ViewMut)> = Vec::new();
-        for u in 0..self.uses.len() {
-            let one = &mut self.uses[u];
-            let s = &self.plan.segments[one.segment];
-            let held = one.acc.free.first().or(one.root.as_ref()).or(one.acc.stack.first().map(|x| &x.1)).map_or(0, |v| v.elems());
-            if self.options.deterministic {
-                one.root = one.acc.root(held, &add)?;
-            }
-            let root = match one.root.clone() {
-                Some(root) => root,
-                None => {
-                    let root = one.acc.take()?;
-                    acc.wait(&one.done)?;
-                    acc.fill(&root, 0.0)?;
-                    root
-                }
-            };
-            one.root = Some(root.clone());
-            if self.sets.is_empty() {
-                let (compute, comm) = (&self.streams.compute, &self.streams.comm);
-                compute.record(&one.done)?;
-                comm.wait(&one.done)?;
-                if self.plan.ranks > 1 {
-                    self.comm.all_reduce(&root, &self.plan.units[s.unit].name, &**comm)?;
-                }
-                comm.record(&one.done)?;
-                acc.wait(&one.done)?;
-            }
-            match result.iter().find(|(segment, _)| *segment == one.segment) {
-                Some((_, first)) => add(first, &root.view())?,
-                None => result.push((one.segment, root)),
-            }
+        let one = &mut self.uses[u];
+        one.finished = true;
+        let s = &self.plan.segments[one.segment];
+        let held = one.acc.free.first().or(one.root.as_ref()).or(one.acc.stack.first().map(|x| &x.1)).map_or(0, |v| v.elems());
+        if self.options.deterministic {
+            one.root = one.acc.root(held, &add)?;
         }
+        let root = match one.root.clone() {
+            Some(root) => root,
+            None => {
+                let root = one.acc.take()?;
+                acc.wait(&one.done)?;
+                acc.fill(&root, 0.0)?;
+                root
+            }
+        };
+        one.root = Some(root.clone());
+        if self.sets.is_empty() {
+            let (compute, comm) = (&self.streams.compute, &self.streams.comm);
+            compute.record(&one.done)?;
+            comm.wait(&one.done)?;
+            if self.plan.ranks > 1 {
+                self.comm.all_reduce(&root, &self.plan.units[s.unit].name, &**comm)?;
+            }
+            comm.record(&one.done)?;
+            acc.wait(&one.done)?;
+        }
+        let segment = one.segment;
+        let sum = match self.sums.iter_mut().find(|sum| sum.segment == segment) {
+            Some(sum) => {
+                add(&sum.view, &root.view())?;
+                sum
+            }
+            None => {
+                let uses_left = self.uses.iter().filter(|u| u.segment == segment).count();
+                self.sums.push(Sum { segment, view: root, uses_left });
+                // Just pushed.
+                let last = self.sums.len() - 1;
+                &mut self.sums[last]
+            }
+        };
+        sum.uses_left -= 1;
+        if sum.uses_left > 0 {
+            return Ok(None);
+        }
+        let view = sum.view.clone();
         acc.record(&self.produced)?;
         self.streams.update.wait(&self.produced)?;
+        Ok(Some((segment, view)))
+    }
+
+    /// Ends the step: finishes the uses that are left.
+    /// Returns per trained segment (index, its gradient: this rank's shard at stages 2-3, else the whole), ready on the update stream.
+    pub fn finish_step(&mut self) -> Result<Vec<(usize, ViewMut)>> {
+        for u in 0..self.uses.len() {
+            if !self.uses[u].finished {
+                self.finish_use(u)?;
+            }
+        }
+        let mut result: Vec<(usize, ViewMut)> = self.sums.drain(..).map(|sum| (sum.segment, sum.view)).collect();
         result.sort_by_key(|r| r.0);
         Ok(result)
     }
@@ -436,6 +480,7 @@ impl GradStore {
     /// The update has been enqueued: the accumulators may be written by the next step after this point of the update stream.
     pub fn release(&mut self) -> Result<()> {
         for one in &mut self.uses {
+            one.finished = false;
             self.streams.update.record(&one.done)?;
             one.acc.reset();
             if let Some(root) = one.root.take()

@@ -27,6 +27,8 @@ pub struct SegmentOptim {
     pub v: ViewMut,
     /// Whether `param` is a master apart from the weights.
     master: bool,
+    /// The squares of this step's gradient are being added up.
+    squared: bool,
 }
 
 /// The optimizer of one rank.
@@ -81,7 +83,7 @@ impl Optimizer {
                 largest_staging = largest_staging.max(elems * s.dtype.bytes());
             }
             largest_chunks = largest_chunks.max(elems);
-            parts.push(SegmentOptim { segment, start, param, m: alloc("m")?, v: alloc("v")?, master });
+            parts.push(SegmentOptim { segment, start, param, m: alloc("m")?, v: alloc("v")?, master, squared: false });
         }
         let small_in = |place: Place, name: &str, bytes: usize| device.alloc(name, bytes.max(64), place, Category::Workspace);
         let small = |name: &str, bytes: usize| small_in(place, name, bytes);
@@ -165,20 +167,40 @@ impl Optimizer {
         Ok(comm.copy(whole, &all.view())?)
     }
 
+    /// The gradient `g` of a segment is final and ready on the update stream: adds up its squares, while backward goes on.
+    pub fn gradient_is_final(&mut self, segment: usize, g: &ViewMut) -> Result<()> {
+        let i =
+            self.parts.iter().position(|p| p.segment == segment).ok_or_else(|| Error::Model("gradient of no trained segment".into()))?;
+        self.square(i, &Self::part_of(&self.parts[i], g)?)
+    }
+
+    /// A whole gradient (stage 1) is used by the part; a shard is the part.
+    fn part_of(part: &SegmentOptim, g: &ViewMut) -> Result<ViewMut> {
+        Ok(if g.elems() > part.param.elems() { g.slice(part.start, part.param.elems())? } else { g.clone() })
+    }
+
+    fn square(&mut self, i: usize, g: &ViewMut) -> Result<()> {
+        let part = &mut self.parts[i];
+        if !std::mem::replace(&mut part.squared, true) {
+            let nodes = self.nodes.slice(i * SUM_SQUARES_NODES, SUM_SQUARES_NODES)?;
+            let (first, update) = (part.start / SUM_SQUARES_CHUNK, &*self.streams.update);
+            self.device.ops().sum_squares(&nodes, &g.view(), first, &self.workspace, update)?;
+        }
+        Ok(())
+    }
+
     /// Norm of all gradients, clipping factor, update of every segment. `grads` as [`crate::grads::GradStore::finish_step`] returns them.
     /// The [`Readback`] brings (norm, clipping factor); a factor that is NaN means that nothing was changed.
     pub fn step(&mut self, store: &mut ParamStore, grads: &[(usize, ViewMut)], hp: AdamW, max_norm: Option<f32>) -> Result<Readback> {
         let (update, comm) = (self.streams.update.clone(), self.streams.comm.clone());
-        let ops = self.device.ops();
         let sharded = Placement::of(self.stage).state == Holds::Shard;
         let ranks = if sharded { self.plan.ranks } else { 1 };
         let mut parts = Vec::with_capacity(self.parts.len());
-        for (i, part) in self.parts.iter().enumerate() {
-            let (_, g) = grads.get(i).filter(|g| g.0 == part.segment).ok_or_else(|| Error::Model("gradient missing".into()))?;
-            // A whole gradient (stage 1) is used by the part; a shard is the part.
-            let g = if g.elems() > part.param.elems() { g.slice(part.start, part.param.elems())? } else { g.clone() };
-            let nodes = self.nodes.slice(i * SUM_SQUARES_NODES, SUM_SQUARES_NODES)?;
-            ops.sum_squares(&nodes, &g.view(), part.start / SUM_SQUARES_CHUNK, &self.workspace, &*update)?;
+        for i in 0..self.parts.len() {
+            let (_, g) = grads.get(i).filter(|g| g.0 == self.parts[i].segment).ok_or_else(|| Error::Model("gradient missing".into()))?;
+            let g = Self::part_of(&self.parts[i], g)?;
+            self.square(i, &g)?;
+            self.parts[i].squared = false;
             parts.push(g.view());
         }
         if ranks > 1 {
@@ -206,6 +228,7 @@ impl Optimizer {
             }
         }
         let (norm, scale) = (self.norm.slice(0, 1)?, self.norm.slice(1, 1)?);
+        let ops = self.device.ops();
         ops.clip_scale(&norm, &scale, &self.all_nodes.view(), &ranges, ranks, self.parts.len(), max_norm, &*update)?;
         let readback = update.read(&self.norm.view())?;
         for (i, g) in parts.iter().enumerate() {

@@ -71,7 +71,7 @@ impl Engine {
         for group in 0..m.div_ceil(ranks * g) {
             let batches = self.upload_group(group, input)?;
             self.forward(&batches, Pass::Train)?;
-            self.backward(&batches)?;
+            self.backward(&batches, false)?;
         }
         let grads = self.grads.finish_step()?;
         let mut out = Vec::new();

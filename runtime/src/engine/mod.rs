@@ -288,7 +288,7 @@ impl Engine {
         for group in 0..m.div_ceil(ranks * g) {
             let batches = self.upload_group(group, input)?;
             self.forward(&batches, Pass::Train)?;
-            self.backward(&batches)?;
+            self.backward(&batches, (group + 1) * ranks * g >= m)?;
         }
         let grads = self.grads.finish_step()?;
         let hp = AdamW { step: self.updates + 1, ..input.hp };
@@ -419,7 +419,8 @@ impl Engine {
     }
 
     /// The last visit forward and backward in one opening, then the others in reverse down to the first that trains.
-    fn backward(&mut self, batches: &[Batch]) -> Result<()> {
+    /// In the `last` group of a step gradients become final one by one, and the optimizer adds up their squares meanwhile.
+    fn backward(&mut self, batches: &[Batch], last_group: bool) -> Result<()> {
         let last = self.visits.len() - 1;
         for visit in (self.first_trained.min(last)..=last).rev() {
             let (w, open) = self.open(visit)?;
@@ -439,7 +440,9 @@ impl Engine {
                 }
             }
             self.finish(open)?;
-            self.grads.reduce(visit)?;
+            for (segment, g) in self.grads.reduce(visit, last_group)? {
+                self.optimizer.gradient_is_final(segment, &g)?;
+            }
         }
         Ok(())
     }
