@@ -416,10 +416,13 @@ template <class T, bool LARGE> DEVICE void lora_x(const LoraX<T>& p) {
                     for (int e = 0; e < V; e++) v[e] += old[e];
                     store_raw16(to, pack16(v));
                 } else {
-                    // Through shared memory again, so that one element after the other needs few registers.
+                    // Through shared memory again, so that one element after the other needs few registers. A lane's V numbers take 4 V
+                    // of the 128 bytes of all banks; lanes that far apart begin with different ones.
                     const int inside = min_of(V, p.width - (w0 + 16 * ct + col));
 #pragma unroll 1
-                    for (int e = 0; e < inside; e++) {
+                    for (int i = 0; i < V; i++) {
+                        const int e = (i + lane_id() / (128 / (4 * V))) % V;
+                        if (e >= inside) continue;
                         T was = to[e];
                         to[e] = from_float<T>(strip.base[strip.at(row, col + e)] + to_float(was));
                     }

@@ -58,7 +58,8 @@ template <class T, int LD> struct SplitTile {
         if constexpr (PARTS<T> == 2) part[1].base[part[1].at(row, col)] = from_float<T>(v - to_float(hi));
     }
     // VEC<T> numbers, of elements `from` on of a row of `cols` in device memory, zeros behind its end. `vector`: the row begins at a
-    // multiple of 16 bytes and has whole groups of 4; else one element after the other.
+    // multiple of 16 bytes and has whole groups of 4; else one element after the other, those of every 8 neighbouring threads, which
+    // have neighbouring chunks, in another order: at 16 bytes from one another they would meet in the same banks.
     DEVICE void store_row(int row, int col, Ptr<const float> numbers, i32 from, i32 cols, bool vector) const {
         if (vector) {
             float v[VEC<T>];
@@ -66,7 +67,8 @@ template <class T, int LD> struct SplitTile {
             store(row, col, v);
         } else {
 #pragma unroll 1
-            for (int j = 0; j < VEC<T>; j++) {
+            for (int i = 0; i < VEC<T>; i++) {
+                const int j = (i + thread_id() / 8 * (VEC<T> / 4)) % VEC<T>;
                 float x = 0.0f;
                 if (from + j < cols) x = numbers[from + j];
                 store_one(row, col + j, x);

@@ -7,10 +7,10 @@ use zrt::config::Config;
 use zrt::cost::{Catalogue, Cluster, Prediction, Predictor};
 
 /// The machine that a command plans for: `spec` (on so many `hosts`), or this host with one rank for each of `ranks`.
-pub fn cluster(catalogue: &Catalogue, spec: Option<&str>, hosts: Option<usize>, ranks: usize) -> Result<Cluster, Fault> {
+pub fn cluster(config: &Config, catalogue: &Catalogue, spec: Option<&str>, hosts: Option<usize>, ranks: usize) -> Result<Cluster, Fault> {
     let cluster = match spec {
         Some(spec) => catalogue.cluster(spec)?,
-        None => Cluster::this_host(catalogue, ranks)?,
+        None => zrt::device::cluster(config, catalogue, ranks)?,
     };
     Ok(match hosts {
         Some(hosts) => cluster.with_hosts(hosts)?,
@@ -32,10 +32,14 @@ pub fn for_start(config: Config, ranks: usize) -> Result<(Config, Option<String>
         Err(_) if open.is_empty() => return Ok((config, None)),
         found => found?,
     };
-    if open.is_empty() && !catalogue.knows_this_host() {
+    if open.is_empty() && !catalogue.knows_this_host() && !zrt::device::uses_gpu(&config) {
         return Ok((config, None));
     }
-    let cluster = cluster(&catalogue, None, None, ranks)?;
+    let cluster = match cluster(&config, &catalogue, None, None, ranks) {
+        // A GPU that the catalogue does not know trains as it was told.
+        Err(_) if open.is_empty() => return Ok((config, None)),
+        found => found?,
+    };
     let predictor = Predictor::default();
     if open.is_empty() {
         // Only a remark: whatever is wrong with the configuration is told by who starts it.

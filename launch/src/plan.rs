@@ -41,9 +41,12 @@ pub struct PlanArgs {
 
 /// Plans and returns the text to print.
 pub fn run(args: &PlanArgs) -> Result<String, Fault> {
-    let config = Config::load(&args.file, &args.set)?;
+    let mut config = Config::load(&args.file, &args.set)?;
+    if args.machine.is_none() {
+        zrt::device::resolve(&mut config, args.ranks.get())?;
+    }
     let catalogue = choose::catalogue(args.hw.as_deref())?;
-    let cluster = choose::cluster(&catalogue, args.machine.as_deref(), args.nodes, args.ranks.get())?;
+    let cluster = choose::cluster(&config, &catalogue, args.machine.as_deref(), args.nodes, args.ranks.get())?;
     let predictor = Predictor::default();
     let open = auto::open_keys(&config);
     let (config, plan) = if open.is_empty() {

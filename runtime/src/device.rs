@@ -4,15 +4,16 @@
 //! the same: the trainer sees a [`Device`] and a communicator.
 
 use crate::config::Config;
+use crate::cost::{Catalogue, Cluster, Part, PartKind};
 use crate::error::{Error, Result};
 use crate::run::{cpu_device, local_options, threads};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use zrt_collectives::ccl::recommended_env;
+use zrt_collectives::ccl::{CopyOptions, CopyWhen, GpuMemory, recommended_env};
 use zrt_collectives::local::LocalComm;
 use zrt_collectives::store::Store;
-use zrt_collectives::{CclComm, CclOptions, Comm};
+use zrt_collectives::{CclComm, CclOptions, Comm, SoloComm};
 use zrt_kernels::cpu::trace::TraceEvent;
 use zrt_kernels::cpu::{CpuDevice, Mode};
 use zrt_kernels::gpu::driver::{Facts, Libraries, Vendor, find};
@@ -52,9 +53,14 @@ impl Computes {
     pub fn join(&self, config: &Config, store: Arc<dyn Store>, rank: usize, ranks: usize) -> Result<Comm> {
         match self {
             Computes::Gpu(device, vendor) if ranks > 1 => {
-                let comm = CclComm::join(store, rank, ranks, device.clone(), ccl_options(config, *vendor))?;
+                let mut comm = CclComm::join(store.clone(), rank, ranks, device.clone(), ccl_options(config, *vendor))?;
+                if let Some(options) = copy_options(config, *vendor, ranks) {
+                    let used = comm.use_copies(&*store, &GpuMemory::of(device.clone())?, &options)?;
+                    tracing::info!("weights are gathered by {}", if used { "the copy engines" } else { comm.library() });
+                }
                 Ok(Arc::new(comm))
             }
+            Computes::Gpu(..) => Ok(Arc::new(SoloComm::new())),
             _ => Ok(Arc::new(LocalComm::join(&*store, rank, ranks, local_options(config))?)),
         }
     }
@@ -63,6 +69,11 @@ impl Computes {
 /// The vendor that `device.kind` names; `None`: the CPU, or not decided yet.
 fn vendor(config: &Config) -> Option<Vendor> {
     Vendor::ALL.into_iter().find(|v| v.kind() == config.device.kind)
+}
+
+/// Whether `device.kind` is a GPU's, decided.
+pub fn uses_gpu(config: &Config) -> bool {
+    vendor(config).is_some()
 }
 
 fn libraries(config: &Config) -> Libraries {
@@ -79,6 +90,16 @@ fn ccl_options(config: &Config, vendor: Vendor) -> CclOptions {
         heartbeat_timeout: secs(config.comm.heartbeat_timeout_seconds),
         deterministic: config.training.deterministic,
         ..CclOptions::new(vendor)
+    }
+}
+
+/// How weights are gathered by copies, where they may be.
+fn copy_options(config: &Config, vendor: Vendor, ranks: usize) -> Option<CopyOptions> {
+    match config.comm.gather.as_str() {
+        "library" => None,
+        "copies" => Some(CopyOptions { when: CopyWhen::Possible, ..CopyOptions::default() }),
+        // A pair shares one link, which the library's kernels do not fill.
+        _ => (vendor == Vendor::Amd && ranks == 2).then(CopyOptions::default),
     }
 }
 
@@ -145,6 +166,36 @@ pub fn resolve(config: &mut Config, ranks: usize) -> Result<String> {
     Ok(notes.join("\n"))
 }
 
+/// The machine that plans for a start on this host are for: its GPUs where `device.kind` says so, else its cores.
+///
+/// # Errors
+/// The catalogue has no part like this GPU.
+pub fn cluster(config: &Config, catalogue: &Catalogue, ranks: usize) -> Result<Cluster> {
+    let Some(vendor) = vendor(config) else { return Cluster::this_host(catalogue, ranks) };
+    let found = find(vendor, &libraries(config))?.ok_or_else(|| Error::Input(format!("no {} device", vendor.kind())))?;
+    let facts = found.facts(0)?;
+    let part = part_like(catalogue, &facts).ok_or_else(|| {
+        let what = "add a file for it to ~/.config/zlaunch/hw, or set every \"auto\" key";
+        Error::Input(format!("the hardware catalogue has no part like {} ({}): {what}", facts.name, facts.arch.name))
+    })?;
+    catalogue.cluster(&format!("{ranks}x{part},device_memory={}", facts.memory_bytes))
+}
+
+/// The part whose name is in the device's, the longest; else one of the same architecture. Of several the one with memory nearest to it.
+fn part_like<'a>(catalogue: &'a Catalogue, facts: &Facts) -> Option<&'a str> {
+    let plain = |s: &str| s.chars().filter(char::is_ascii_alphanumeric).collect::<String>().to_ascii_uppercase();
+    let device = plain(&facts.name);
+    let gpus = catalogue.parts().iter().filter(|p| p.kind == PartKind::Gpu);
+    let likeness = |p: &Part| {
+        let names = std::iter::once(&p.name).chain(&p.aliases).map(|n| plain(n));
+        names.filter(|n| device.contains(n.as_str())).map(|n| n.len()).max().unwrap_or(0)
+    };
+    let distance = |p: &Part| (p.memory.bytes.value - facts.memory_bytes as f64).abs();
+    let candidates = gpus.filter(|p| likeness(p) > 0 || p.arch == facts.arch.name);
+    let best = candidates.min_by(|a, b| likeness(b).cmp(&likeness(a)).then(distance(a).total_cmp(&distance(b))));
+    best.map(|p| p.name.as_str())
+}
+
 /// A device in a few words.
 pub fn describe(facts: &Facts) -> String {
     format!("{} ({}, {:.0} GB, driver {})", facts.name, facts.arch.name, facts.memory_bytes as f64 / 1e9, facts.driver_version)
@@ -192,5 +243,41 @@ pub fn simulated(config: &Config, ranks: usize) -> Result<Arc<SimDevice>> {
 pub fn simulated_comm(config: &Config, device: &SimDevice, ranks: usize) -> Result<Vec<Buffer>> {
     let Some(vendor) = vendor(config).filter(|_| ranks > 1) else { return Ok(Vec::new()) };
     let hold = |(name, bytes): (&str, usize)| Ok(device.alloc(name, bytes, Place::Device, Category::Libraries)?);
-    ccl_options(config, vendor).memory(ranks).into_iter().map(hold).collect()
+    let copies = copy_options(config, vendor, ranks).map(|options| options.memory());
+    ccl_options(config, vendor).memory(ranks).into_iter().chain(copies).map(hold).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zrt_kernels::gpu::launch::Arch;
+
+    fn part(name: &str, arch: &str, memory_bytes: f64) -> Option<String> {
+        let arch = Arch::known(arch).unwrap();
+        let (pci, library) = (String::new(), String::new());
+        let facts = Facts { name: name.into(), arch, memory_bytes: memory_bytes as u64, pci, driver_version: 12040, library };
+        part_like(&Catalogue::builtin().unwrap(), &facts).map(str::to_string)
+    }
+
+    #[test]
+    fn devices_are_found_in_the_catalogue_by_the_names_that_drivers_give_them() {
+        assert_eq!(part("NVIDIA H100 80GB HBM3", "sm_90", 85e9).unwrap(), "H100");
+        assert_eq!(part("NVIDIA H200", "sm_90", 150e9).unwrap(), "H200");
+        assert_eq!(part("NVIDIA A100-SXM4-80GB", "sm_80", 85e9).unwrap(), "A100");
+        assert_eq!(part("NVIDIA A100-SXM4-40GB", "sm_80", 42e9).unwrap(), "A100-40");
+        assert_eq!(part("AMD Instinct MI300X", "gfx942", 206e9).unwrap(), "MI300X");
+        assert_eq!(part("AMD Instinct MI300X VF", "gfx942", 206e9).unwrap(), "MI300X");
+        assert_eq!(part("AMD Instinct MI355X", "gfx950", 309e9).unwrap(), "MI355X");
+        // Not in the catalogue by name: what it is compiled for, and its memory, decide.
+        assert_eq!(part("AMD Instinct MI308X", "gfx942", 206e9).unwrap(), "MI300X");
+        assert_eq!(part("Something else", "gfx90a", 64e9), None);
+    }
+
+    #[test]
+    fn the_processor_needs_no_driver() {
+        let text = "[model]\npath = \"m\"\n[[dataset]]\npath = \"d.jsonl\"\n[device]\nkind = \"cpu\"\n[training]\nsteps = 1\nseq_len = 8\n";
+        let here = std::path::Path::new(".");
+        let mut config = Config::parse(text, here, here, &[]).unwrap();
+        assert_eq!(resolve(&mut config, 64).unwrap(), "");
+    }
 }

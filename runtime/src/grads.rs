@@ -194,6 +194,11 @@ impl GradStore {
         self.sets.is_empty()
     }
 
+    /// Memory of leaves, free before the first step; as long as the longest trained segment. `None` where accumulators are the leaves.
+    pub fn scratch(&self) -> Option<&ViewMut> {
+        self.sets.first()?.fold.free.first()
+    }
+
     /// True when `visit` has something to train.
     pub fn trains(&self, visit: usize) -> bool {
         !self.of_visit[visit].is_empty()

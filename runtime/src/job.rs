@@ -182,7 +182,7 @@ pub fn engine_options(config: &Config, batch: &Resolved) -> Result<EngineOptions
         offload_param: offloaded("zero.offload_param", z.offload_param.device)?,
         offload_optimizer: offloaded("zero.offload_optimizer", z.offload_optimizer.device)?,
         // Pages are of the host's memory; GPUs compute in their own.
-        share_pages: config.comm.share_pages && config.device.kind != "cuda" && config.device.kind != "hip",
+        share_pages: config.comm.share_pages && !crate::device::uses_gpu(config),
         prefetch_depth: z.prefetch_depth,
         resident_bytes: match &z.resident_bytes {
             ResidentBytes::Bytes(b) => *b,

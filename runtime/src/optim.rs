@@ -117,8 +117,9 @@ impl Optimizer {
         Ok(whole.slice(start, elems)?)
     }
 
-    /// Sets masters, then the bf16 weights from them; moments to zero. Collective. Call after [`ParamStore::load`].
-    pub fn load(&mut self, store: &mut ParamStore, source: &Arc<dyn WeightSource>) -> Result<()> {
+    /// Sets masters, then the bf16 weights from them; moments to zero. Collective. Call after [`ParamStore::load`]. `scratch`: f32 on the
+    /// device, as long as the longest trained segment, if there is any.
+    pub fn load(&mut self, store: &mut ParamStore, source: &Arc<dyn WeightSource>, scratch: Option<&ViewMut>) -> Result<()> {
         let comm = self.streams.comm.clone();
         let ops = self.device.ops();
         for part in &self.parts {
@@ -131,7 +132,7 @@ impl Optimizer {
                 let own_master = part.param.slice(at, s.shard)?;
                 store.read_shard(part.segment, &own_master, source)?;
                 if part.param.elems() > s.shard && self.plan.ranks > 1 {
-                    self.complete_master(&part.param, &own_master.view())?;
+                    self.complete_master(&part.param, s.shard, scratch)?;
                 }
                 match &self.staging {
                     // Who holds the master casts, the other gets the result.
@@ -150,21 +151,18 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Completes a master that every rank holds whole from the ranks' shards, by way of the device where it is at home on the host.
-    fn complete_master(&self, whole: &ViewMut, own: &View) -> Result<()> {
-        let comm = &self.streams.comm;
-        if whole.place() == Place::Device {
-            return Ok(self.comm.all_gather(whole, own, "load master", &**comm)?);
-        }
-        let on_device = |name: &str, view: &View| -> Result<ViewMut> {
-            Ok(self.device.alloc(name, view.bytes(), Place::Device, Category::Workspace)?.all(view.dtype())?)
+    /// Completes a master that every rank holds whole from the ranks' shards, where it is at home on the host by way of `scratch` on the device.
+    fn complete_master(&self, whole: &ViewMut, shard: usize, scratch: Option<&ViewMut>) -> Result<()> {
+        let (comm, start) = (&self.streams.comm, self.comm.rank() * shard);
+        let gather = |all: &ViewMut, own: &View| Ok::<_, Error>(self.comm.all_gather(all, own, "load master", &**comm)?);
+        let Some(scratch) = scratch.filter(|_| whole.place() != Place::Device) else {
+            return gather(whole, &whole.slice(start, shard)?.view());
         };
-        let (all, part) = (on_device("masters on their way", whole)?, on_device("master on its way", own)?);
-        comm.copy(&part, own)?;
-        self.comm.all_gather(&all, &part.view(), "load master", &**comm)?;
-        comm.copy(whole, &all.view())?;
-        // Only for this; training finds the memory free.
-        Ok(comm.sync()?)
+        let all = scratch.slice(0, whole.elems())?;
+        let own = all.slice(start, shard)?;
+        comm.copy(&own, &whole.slice(start, shard)?.view())?;
+        gather(&all, &own.view())?;
+        Ok(comm.copy(whole, &all.view())?)
     }
 
     /// Norm of all gradients, clipping factor, update of every segment. `grads` as [`crate::grads::GradStore::finish_step`] returns them.

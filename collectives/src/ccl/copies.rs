@@ -2,7 +2,7 @@
 //! the copy engines fetch the others' parts: for a pair, one copy each way over the link between them.
 //!
 //! Memory for parts on their way is two slots: a rank writes a slot again when all have met once more since it was fetched. Whether this is
-//! faster than the library is measured when the group begins, with data that is checked; long gathers only, since ranks meet twice.
+//! faster than the library is measured when the group begins, with data that is checked. Only for long gathers: ranks meet once for each slot.
 
 use super::CclComm;
 use super::issue::Issue;

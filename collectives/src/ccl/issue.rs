@@ -166,9 +166,11 @@ impl CclComm {
         let issued = (|| {
             let (begun, done) = self.watched.events(&*self.device)?;
             stream.record(&begun)?;
+            // Before the body: on an inline stream that is the whole collective.
+            let enqueued = self.watched.follow(sequence, call, begun, done.clone());
             body(&Issue { comm: self, stream, ticket: ticket.clone() })?;
             stream.record(&done)?;
-            self.watched.follow(sequence, call, begun, done);
+            enqueued.store(true, Release);
             Ok(())
         })();
         // It has a number, so the others count on it. Before the ticket goes, which could only say that a task did not run.

@@ -9,6 +9,7 @@ use crate::local::Patience;
 use crate::operands::Call;
 use crate::{Error, Result};
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -23,6 +24,8 @@ struct Mark {
     call: Call<'static>,
     begun: Arc<dyn Event>,
     done: Arc<dyn Event>,
+    /// `done` has been recorded: before, it says nothing.
+    enqueued: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
@@ -35,7 +38,7 @@ struct Marks {
 
 impl Marks {
     fn advance(&mut self) {
-        while self.open.front().is_some_and(|mark| mark.done.query()) {
+        while self.open.front().is_some_and(|mark| mark.enqueued.load(Acquire) && mark.done.query()) {
             if let Some(mark) = self.open.pop_front() {
                 self.free.extend([mark.begun, mark.done]);
                 self.completed = Some((mark.sequence, mark.call));
@@ -84,9 +87,11 @@ impl Watched {
         Ok((event()?, event()?))
     }
 
-    /// Watches a collective whose events were recorded.
-    pub fn follow(&self, sequence: u64, call: Call<'static>, begun: Arc<dyn Event>, done: Arc<dyn Event>) {
-        lock(&self.marks).open.push_back(Mark { sequence, call, begun, done });
+    /// Watches a collective from `begun` on, which was recorded; set what is returned when `done` was, too.
+    pub fn follow(&self, sequence: u64, call: Call<'static>, begun: Arc<dyn Event>, done: Arc<dyn Event>) -> Arc<AtomicBool> {
+        let enqueued = Arc::new(AtomicBool::new(false));
+        lock(&self.marks).open.push_back(Mark { sequence, call, begun, done, enqueued: enqueued.clone() });
+        enqueued
     }
 
     /// See [`Board::unmapped`].
@@ -187,19 +192,19 @@ impl Round {
         if secs < self.train_timeout {
             return None;
         }
-        let (culprit, state) = self.culprit(sequence)?;
+        let (culprit, state) = self.culprit(sequence);
         Some(Error::Timeout { rank: self.link.control.rank(), what: format!("#{sequence} {call}"), culprit, state, secs: secs.as_secs() })
     }
 
     /// Who keeps this rank waiting in `sequence`: the rank that is furthest behind.
-    fn culprit(&self, sequence: u64) -> Option<(usize, String)> {
+    fn culprit(&self, sequence: u64) -> (usize, String) {
         let control = &self.link.control;
-        let culprit = control.peers().min_by_key(|peer| control.progress(*peer))?;
+        let culprit = control.peers().min_by_key(|peer| control.progress(*peer)).unwrap_or(control.rank());
         let reached = match control.progress(culprit) {
             (_, here) if here >= sequence => "in it too: the library, or a link between GPUs, hangs",
             _ if lock(&self.watched.board).posted(culprit) >= sequence => "issued it, but its device has not come to it",
             _ => "did not issue it",
         };
-        Some((culprit, format!("alive, {reached}; {}", control.whereabouts(culprit))))
+        (culprit, format!("alive, {reached}; {}", control.whereabouts(culprit)))
     }
 }

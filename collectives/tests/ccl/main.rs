@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zrt_collectives::ccl::{Api, CopyOptions, CopyWhen, Library, PeerMemory};
 use zrt_collectives::{CclComm, CclOptions, Communicator, Error, Health, MemoryStore, Result};
-use zrt_kernels::cpu::{CpuDevice, CpuOptions};
+use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
 use zrt_kernels::gpu::driver::Vendor;
 use zrt_kernels::{DType, Device, Stream};
 
@@ -298,6 +298,17 @@ fn a_call_that_hangs_is_given_up() {
         let failed = s.sync().unwrap_err().to_string();
         assert!(failed.contains("all_gather"), "{failed}");
     });
+}
+
+#[test]
+fn a_call_that_hangs_on_an_inline_stream_is_given_up() {
+    let device = Arc::new(NativeDevice(common::device(Mode::Inline)));
+    let library = Library::from_table(Api { ncclAllGather: fake::hanging_all_gather, ..api() }, "fake").unwrap();
+    let options = CclOptions { train_timeout: Duration::from_secs(1), ..options() };
+    let comm = CclComm::join_with(library, Arc::new(MemoryStore::default()), 0, 1, device.clone(), options).unwrap();
+    let data = filled(DType::F32, 4, [].into_iter());
+    let error = comm.all_gather(&data, &data, "layers.3", &*device.stream("comm").unwrap()).unwrap_err();
+    assert!(matches!(error, Error::Timeout { culprit: 0, .. }) && error.to_string().contains("layers.3"), "{error}");
 }
 
 #[test]

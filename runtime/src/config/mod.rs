@@ -552,6 +552,9 @@ impl Default for MetricsConfig {
 pub struct CommConfig {
     /// `"auto"`: `"ccl"` (NCCL, RCCL) between GPUs, `"local"` (shared memory) between CPU ranks of a host.
     pub backend: String,
+    /// How GPUs of one host gather weights: `"library"`, `"copies"` (by the copy engines, from each other's memory) or `"auto"`: on a pair of AMD
+    /// GPUs, which share one link, by whichever is faster when the run starts.
+    pub gather: String,
     /// CPU ranks of one host keep one copy of what is sharded, in shared memory; opening a unit then copies nothing.
     pub share_pages: bool,
     /// Seconds for all ranks to meet.
@@ -566,6 +569,7 @@ impl Default for CommConfig {
     fn default() -> Self {
         CommConfig {
             backend: "auto".into(),
+            gather: "auto".into(),
             share_pages: true,
             init_timeout_seconds: 300,
             train_timeout_seconds: 100,

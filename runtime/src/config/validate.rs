@@ -191,6 +191,7 @@ fn sharding(c: &Config, f: &mut Findings) {
     f.when(a.layers.is_some() && a.mode != CheckpointMode::Full, &["activation_checkpoint.layers", "activation_checkpoint.mode"], || {
         "activation_checkpoint.layers needs mode = \"full\": it says how many blocks are recomputed; set mode, or remove layers".into()
     });
+    f.name("comm.gather", &c.comm.gather, &["auto", "library", "copies"]);
     f.name("comm.backend", &c.comm.backend, &["auto", "local", "ccl"]);
     for (key, secs) in [
         ("comm.init_timeout_seconds", c.comm.init_timeout_seconds),

@@ -20,4 +20,4 @@ pub use answer::{Prediction, Range};
 pub use catalogue::{Catalogue, Cluster};
 pub use number::{Case, How, Number};
 pub use predict::{Ask, Predictor, predict};
-pub use sheet::{Machine, Part, Sheet};
+pub use sheet::{Machine, Part, PartKind, Sheet};

@@ -270,8 +270,8 @@ impl Engine {
     /// Fills weights and optimizer state. Collective.
     pub fn load(&mut self, source: &Arc<dyn WeightSource>) -> Result<()> {
         self.store.load(source).map_err(|e| self.explain(e))?;
-        let Engine { optimizer, store, .. } = self;
-        optimizer.load(store, source)?;
+        let Engine { optimizer, store, grads, .. } = self;
+        optimizer.load(store, source, grads.scratch())?;
         self.sync()
     }
 
@@ -466,7 +466,11 @@ impl Engine {
     fn wait_bytes(&self, readback: &Readback) -> Result<Vec<u8>> {
         loop {
             match readback.bytes(Duration::from_secs(1)) {
-                Ok(bytes) => return Ok(bytes),
+                // After an abort a GPU's streams go on over undefined data; the group was marked lost before that.
+                Ok(bytes) => match self.comm.health() {
+                    Health::Good => return Ok(bytes),
+                    Health::Lost(e) => return Err(e.into()),
+                },
                 Err(zrt_kernels::Error::Deadline { .. }) => {
                     if let Health::Lost(e) = self.comm.health() {
                         return Err(e.into());

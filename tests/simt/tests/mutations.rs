@@ -153,10 +153,11 @@ fn barriers_of_lora() {
     every_barrier_is_needed(|file| file.starts_with("lora"));
 }
 
-/// Those of compat.h belong to its shuffles and conversions, which have tests of their own.
+/// Of compat.h, that of its sums over a block; its conversions of fragments have a test of their own (`fragments`).
 #[test]
 fn other_barriers() {
     every_barrier_is_needed(|file| !file.starts_with("attention") && !file.starts_with("lora") && file != "compat.h");
+    all_noticed(&[("compat.h", "    barrier();\n    float total", "    float total", "bf16, a block", "gfx942")], |_, _| false);
 }
 
 #[test]

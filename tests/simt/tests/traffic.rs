@@ -79,8 +79,7 @@ fn kernels_move_what_they_must() {
     }
 }
 
-/// Accesses to shared memory of the products: no more than two ways in any of them. Where LoRA's rows begin anywhere, its slow way
-/// stores element by element, outside of the inner loops; so here they begin at multiples of 16 bytes.
+/// Accesses to shared memory of the products: no more than two ways in any of them, wherever their rows begin.
 #[test]
 fn banks_meet_two_by_two_at_most() {
     if !can_run() {
@@ -88,7 +87,7 @@ fn banks_meet_two_by_two_at_most() {
     }
     let mut wrong = Vec::new();
     for arch in ["sm_90", "gfx942"] {
-        for case in cases().iter().filter(|c| c.name.starts_with("linear") || c.name.contains("whole rows")) {
+        for case in cases().iter().filter(|c| c.name.starts_with("linear") || c.name.starts_with("lora")) {
             let device = SimtDevice::new(SimtOptions { arch, count: true, ..Default::default() }).unwrap();
             (case.run)(&Rig::new(device.clone())).unwrap();
             for (kernel, c) in device.take_counters() {
