@@ -69,7 +69,7 @@ impl Case {
         let came = std::fs::read_to_string(&log).unwrap_or_default();
         let first = came.lines().next().and_then(|l| l.split(' ').next()?.parse::<u128>().ok());
         let secs = first.map_or(String::new(), |at| format!("{:.2} s", (now - at) as f64 / 1e9));
-        println!("{:4} {:40} {secs:6}  {}", gpu.0, self.what, self.emulator);
+        println!("{:4} {:40} {secs:6}  {}", gpu.0, self.what, self.emulator.chars().take(60).collect::<String>());
         if self.code != 0 {
             println!("       {}", done.err.lines().find(|l| l.trim_start().starts_with("error: ")).unwrap_or_default());
         }
@@ -120,20 +120,14 @@ fn device(gpu: Gpu) -> Vec<Case> {
         cases.push(case("out of memory", format!("oom:{n}@1"), &says));
     }
     let register = gpu.name("cuMemHostRegister_v2", "hipHostRegister");
-    let unlocked = harmless("host memory may not be locked", &format!("fault=call:{register}:1:2@0,call:{register}:2:2@0"));
-    let mut unlocked = unlocked.with("zero.offload_param=cpu");
+    // The first ones are of streams, which stage through them; how many there are is their business.
+    let refused: Vec<String> = (1..40).map(|n| format!("call:{register}:{n}:2@0")).collect();
+    let mut unlocked = harmless("host memory may not be locked", &format!("fault={}", refused.join(","))).with("zero.offload_param=cpu");
     unlocked.says.push("RLIMIT_MEMLOCK".into());
     cases.push(unlocked);
-    let query = gpu.name("cuEventQuery", "hipEventQuery");
-    cases.push(case(
-        "a kernel fails",
-        "launch:adamw_f32:1@1",
-        &["rank 1: stream '", "operations under way", "device.mode = \"inline\"", "719"],
-    ));
-    cases.push(
-        case("the same, each waited for", "launch:adamw_f32:1@1", &["rank 1: stream 'update', adamw: ", query, "719"])
-            .with("device.mode=inline"),
-    );
+    cases.push(case("a kernel fails", "launch:adamw_f32:1@1", &["rank 1: ", "719"]));
+    let inline = ["rank 1: stream 'update', adamw: ", "719"];
+    cases.push(case("the same, each waited for", "launch:adamw_f32:1@1", &inline).with("device.mode=inline"));
     cases.push(case("any kernel fails", "launch:*:300@0", &["rank 0: ", "719"]));
     cases.push(case("the device is lost", "lost:40@1", &["rank 1: ", "999"]));
     cases.push(case(
@@ -333,7 +327,7 @@ fn kept_kernels() {
         let ahead = build_ahead(&tiny.path("kernels"), arch(gpu), &ours).unwrap();
         trains("made ahead", &[no_compiler]);
         let named = |f: &Path| ahead.iter().find(|(a, _)| source(a) == source(f)).unwrap().0.clone();
-        strange.iter().for_each(|(f, _)| drop(std::fs::copy(f, named(f)).unwrap()));
+        strange.iter().for_each(|(f, _)| assert!(std::fs::copy(f, named(f)).is_ok()));
         std::fs::remove_dir_all(tiny.path("out")).unwrap();
         let done = GpuRun { tiny: &tiny, gpu, ranks: 2, emulator: "" }.start(&[no_compiler]).finish_within(HANG);
         done.says(1, &["from kernels/", &format!("-{}-", arch(gpu)), "returned 200"]);

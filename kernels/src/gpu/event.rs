@@ -47,11 +47,15 @@ impl Span {
 
     /// A device says that something failed, not what.
     pub fn blame(&self, stream: &str, error: Error) -> Error {
-        let Some((first, last)) = &self.ends else { return error };
-        let (task, hint) = match self.count {
-            1 => (first.to_string(), ""),
-            n => (format!("{first} to {last} ({n} operations under way)"), "; device.mode = \"inline\" names the one that failed"),
+        if matches!(error, Error::Task { .. }) {
+            return error;
+        }
+        let task = match (&self.ends, self.count) {
+            (Some((only, _)), 1) => only.to_string(),
+            (Some((first, last)), n) => format!("{first} to {last} ({n} operations under way)"),
+            (None, _) => "between operations, perhaps by those of another stream".to_string(),
         };
+        let hint = if self.count == 1 { "" } else { "; device.mode = \"inline\" names the operation" };
         Error::Task { stream: stream.to_string(), task, why: format!("{error}{hint}") }
     }
 }
