@@ -277,7 +277,10 @@ impl Supervisor {
         let Some((first, p)) = verdict::culprit(evidence).map(|rank| (&evidence[rank], &self.processes[rank])) else {
             return Fault::other("the job failed");
         };
-        let mut text = format!("rank {} (pid {}, host {}) {}", p.rank, p.pid, proc::host(), first.end.describe());
+        // It has said why it fails, and would have ended had it not been ended before.
+        let failing = !first.end.failed() && first.report.as_ref().is_some_and(|r| r.culprit.is_none());
+        let end = if failing { "failed, and was ended before its end".to_string() } else { first.end.describe() };
+        let mut text = format!("rank {} (pid {}, host {}) {end}", p.rank, p.pid, proc::host());
         let last: Vec<&str> = p.output.last().collect();
         let said = |text: &str| text.lines().all(|l| last.iter().any(|w| w.contains(l.trim())));
         if let Some(report) = first.report.as_ref().filter(|r| !said(&r.text)) {
@@ -306,7 +309,7 @@ impl Supervisor {
         if !others.is_empty() {
             text += &format!("\n  after it: {}", others.join(", "));
         }
-        let code = if first.end.failed() { first.end.exit_code() } else { zrt::progress::VICTIM_EXIT_CODE as u8 };
+        let code = if first.end.failed() || failing { first.end.exit_code() } else { zrt::progress::VICTIM_EXIT_CODE as u8 };
         Fault::job(code, text)
     }
 }

@@ -6,14 +6,16 @@
 use crate::config::Config;
 use crate::cost::{Catalogue, Cluster, Part, PartKind};
 use crate::error::{Error, Result};
+use crate::progress::StepReport;
 use crate::run::{cpu_device, local_options, threads};
+use crate::trainer::{Hook, Run};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use zrt_collectives::ccl::{CopyOptions, CopyWhen, GpuMemory, recommended_env};
 use zrt_collectives::local::LocalComm;
 use zrt_collectives::store::Store;
-use zrt_collectives::{CclComm, CclOptions, Comm, SoloComm};
+use zrt_collectives::{CclComm, CclOptions, Comm, Communicator, SoloComm};
 use zrt_kernels::cpu::trace::TraceEvent;
 use zrt_kernels::cpu::{CpuDevice, Mode};
 use zrt_kernels::gpu::driver::{Facts, Libraries, Vendor, find};
@@ -46,6 +48,14 @@ impl Computes {
         }
     }
 
+    /// Says what the device has to tell since it was opened: memory that could not be locked.
+    pub fn notes(&self) -> Option<Box<dyn Hook>> {
+        match self {
+            Computes::Cpu(_) => None,
+            Computes::Gpu(device, _) => Some(Box::new(Notes(device.clone()))),
+        }
+    }
+
     /// Joins the other ranks: through the vendor's library where several GPUs compute, else through the host's memory.
     ///
     /// # Errors
@@ -55,13 +65,36 @@ impl Computes {
             Computes::Gpu(device, vendor) if ranks > 1 => {
                 let mut comm = CclComm::join(store.clone(), rank, ranks, device.clone(), ccl_options(config, *vendor))?;
                 if let Some(options) = copy_options(config, *vendor, ranks) {
-                    comm.use_copies(&*store, &GpuMemory::of(device.clone())?, &options)?;
+                    let memory = GpuMemory::of(device.clone())?;
+                    // The others learn of it at once, and dropping the group waits for nobody.
+                    let used = comm.use_copies(&*store, &memory, &options);
+                    used.inspect_err(|e| comm.abort(&e.to_string()))?;
                 }
                 Ok(Arc::new(comm))
             }
             Computes::Gpu(..) => Ok(Arc::new(SoloComm::new())),
             _ => Ok(Arc::new(LocalComm::join(&*store, rank, ranks, local_options(config))?)),
         }
+    }
+}
+
+/// Passes on what a device notes, when the first step has allocated all.
+struct Notes(Arc<GpuDevice>);
+
+impl Notes {
+    fn pass(&self) {
+        self.0.take_notes().iter().for_each(|note| tracing::warn!("{note}"));
+    }
+}
+
+impl Hook for Notes {
+    fn after_step(&mut self, _: &mut Run, _: &mut StepReport) -> Result<()> {
+        self.pass();
+        Ok(())
+    }
+    fn end(&mut self, _: &mut Run) -> Result<()> {
+        self.pass();
+        Ok(())
     }
 }
 
@@ -224,7 +257,7 @@ pub fn open(config: &Config, local_rank: usize, local_ranks: usize, trace: bool)
     let code = CodeOptions { folder: kernel_folder(&config), libraries };
     let device = GpuDevice::open(found, GpuOptions { ordinal: local_rank, mode, trace, host_threads: threads, code })?;
     tracing::info!("device {local_rank}: {}", describe(device.driver().facts()));
-    device.take_notes().iter().for_each(|note| tracing::warn!("{note}"));
+    Notes(device.clone()).pass();
     Ok(Computes::Gpu(device, vendor))
 }
 

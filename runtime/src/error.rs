@@ -60,6 +60,14 @@ impl Error {
         move |source| Error::Device { rank, source }
     }
 
+    /// The same as it is told by `rank`, whose device it is about.
+    pub(crate) fn of_rank(self, rank: usize) -> Error {
+        match self {
+            Error::Device { source, .. } | Error::Comm(zrt_collectives::Error::Device(source)) => Error::Device { rank, source },
+            other => other,
+        }
+    }
+
     /// The rank that this error is about: who returns it is a victim, unless it is that rank.
     pub fn culprit(&self) -> Option<usize> {
         match self {

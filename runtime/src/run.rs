@@ -78,7 +78,7 @@ pub fn connect_store(config: &Config, env: &RankEnv) -> Result<Arc<dyn Store>> {
 /// Trains as rank `env.rank`; reports a failure to the store before it returns it.
 pub fn run(config: &Config, env: &RankEnv, options: &RunOptions) -> Result<Summary> {
     let store = connect_store(config, env)?;
-    let outcome = run_with(config, env, options, store.clone());
+    let outcome = run_with(config, env, options, store.clone()).map_err(|e| e.of_rank(env.rank));
     if let Err(e) = &outcome {
         let report = ErrorReport { rank: env.rank, culprit: e.culprit().filter(|c| *c != env.rank), text: e.to_string() };
         if let Ok(text) = serde_json::to_vec(&report) {
@@ -101,7 +101,9 @@ fn run_with(config: &Config, env: &RankEnv, options: &RunOptions, store: Arc<dyn
     let computes = device::open(config, env.local_rank, env.local_world_size, options.trace.is_some())?;
     let comm = computes.join(config, store.clone(), env.rank, env.world_size)?;
     let at = Surroundings { device: computes.device(), comm: comm.clone(), store, stop: options.stop.clone(), write: true };
-    let outcome = train(&job, at, &mut hooks(&job, true));
+    let mut hooks = hooks(&job, true);
+    hooks.extend(computes.notes());
+    let outcome = train(&job, at, &mut hooks).map_err(|e| e.of_rank(env.rank));
     if let Err(e) = &outcome {
         comm.abort(&e.to_string());
     }

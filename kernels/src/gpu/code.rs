@@ -18,6 +18,9 @@ const SEAL_BYTES: usize = 32;
 /// The name of code that was made ahead, in place of a compiler's version.
 const AHEAD: &str = "ahead";
 
+/// How a driver says that code is not for it: invalid image, no binary for this machine, invalid PTX or source, no such kernel.
+const REFUSED: [i32; 5] = [200, 209, 218, 300, 500];
+
 /// Where compiled code is kept: `ZRT`'s folder in the user's cache, or what the configuration says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CodeOptions {
@@ -56,7 +59,7 @@ impl Code {
         if !functions.contains_key(name) {
             let source = table::kernel(name).ok_or_else(|| shape(format!("{name} is in no table")))?.source;
             let names: Vec<&'static str> = table::kernels().filter(|k| k.source == source).map(|k| k.name).collect();
-            let loaded = self.driver.load(source, &self.code(source)?, &names)?;
+            let loaded = self.load(source, &names)?;
             functions.extend(names.into_iter().zip(loaded).map(|(n, function)| (n, Kernel { function, shared_bytes: FREE_SHARED_BYTES })));
         }
         let kernel = functions.get_mut(name).ok_or_else(|| shape(format!("{name} is in no source")))?;
@@ -67,24 +70,42 @@ impl Code {
         Ok(kernel.function)
     }
 
-    fn code(&self, source: &str) -> Result<Vec<u8>> {
+    /// Loads the kernels of a source: from what was made ahead, or is kept, or from the compiler. Kept code that the device refuses (of
+    /// another machine, or damaged where its seal does not tell) is made again.
+    fn load(&self, source: &str, names: &[&'static str]) -> Result<Vec<RawFunction>> {
         let arch = &self.driver.facts().arch.name;
-        let ahead = self.options.folder.as_ref().and_then(|folder| read(&path(folder, source, arch, AHEAD)));
-        if let Some(code) = ahead {
-            return Ok(code);
+        let kept = |compiler: &str| self.options.folder.as_ref().map(|folder| path(folder, source, arch, compiler));
+        let mut refused = None;
+        let mut try_kept = |path: &Option<PathBuf>| -> Result<Option<Vec<RawFunction>>> {
+            let Some((path, code)) = path.as_ref().and_then(|p| Some((p, read(p)?))) else { return Ok(None) };
+            match self.driver.load(source, &code, names) {
+                Err(Error::Driver { what, call, code, text }) if REFUSED.contains(&code) => {
+                    refused = Some(Error::Driver { what: format!("{what} from {}", path.display()), call, code, text });
+                    Ok(None)
+                }
+                loaded => loaded.map(Some),
+            }
+        };
+        if let Some(loaded) = try_kept(&kept(AHEAD))? {
+            return Ok(loaded);
         }
         let compiler = self.compiler.get_or_init(|| Rtc::open(self.driver.vendor(), self.options.libraries.compiler.as_deref()));
-        let compiler = compiler.as_ref().map_err(Clone::clone)?;
-        let kept = self.options.folder.as_ref().map(|folder| path(folder, source, arch, &compiler.version()));
-        if let Some(code) = kept.as_ref().and_then(|p| read(p)) {
-            return Ok(code);
+        let compiler = match compiler {
+            Ok(compiler) => compiler,
+            // The file is the news: without it no compiler was needed.
+            Err(e) => return Err(refused.unwrap_or_else(|| e.clone())),
+        };
+        let path = kept(&compiler.version());
+        if let Some(loaded) = try_kept(&path)? {
+            return Ok(loaded);
         }
         let code = compiler.compile(source, arch)?.code;
-        if let Some(path) = kept {
+        let loaded = self.driver.load(source, &code, names)?;
+        if let Some(path) = path {
             // A cache that cannot be written costs time, not the run.
             let _ = write(&path, &code);
         }
-        Ok(code)
+        Ok(loaded)
     }
 }
 

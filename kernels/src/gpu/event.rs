@@ -8,7 +8,8 @@ use super::stream::Shared;
 use crate::memory::View;
 use crate::{Error, Event, Result};
 use std::any::Any;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::borrow::Cow;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub(super) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -23,6 +24,40 @@ pub(super) type Check = Box<dyn FnOnce() -> Result<()> + Send>;
 pub(super) struct Held {
     pub views: Vec<View>,
     pub checks: Vec<Check>,
+    /// Points of other streams that the driver orders before.
+    pub waits: Vec<Arc<Point>>,
+    pub span: Span,
+}
+
+/// Which operations these were: the first, the last, how many.
+#[derive(Default)]
+pub(super) struct Span {
+    ends: Option<(Cow<'static, str>, Cow<'static, str>)>,
+    count: usize,
+}
+
+impl Span {
+    pub fn add(&mut self, name: Cow<'static, str>) {
+        self.count += 1;
+        match &mut self.ends {
+            Some((_, last)) => *last = name,
+            None => self.ends = Some((name.clone(), name)),
+        }
+    }
+
+    /// A device says that something failed, not what.
+    pub fn blame(&self, stream: &str, error: Error) -> Error {
+        if matches!(error, Error::Task { .. }) {
+            return error;
+        }
+        let task = match (&self.ends, self.count) {
+            (Some((only, _)), 1) => only.to_string(),
+            (Some((first, last)), n) => format!("{first} to {last} ({n} operations under way)"),
+            (None, _) => "between operations, perhaps by those of another stream".to_string(),
+        };
+        let hint = if self.count == 1 { "" } else { "; device.mode = \"inline\" names the operation" };
+        Error::Task { stream: stream.to_string(), task, why: format!("{error}{hint}") }
+    }
 }
 
 enum State {
@@ -38,16 +73,28 @@ pub(super) struct Point {
     owner: Weak<Shared>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Why its stream had failed when it was issued.
+    doom: OnceLock<Error>,
 }
 
 impl Point {
     pub fn new(stream: Arc<str>, owner: Weak<Shared>) -> Arc<Point> {
-        Arc::new(Point { stream, owner, state: Mutex::new(State::Pending), changed: Condvar::new() })
+        Arc::new(Point { stream, owner, state: Mutex::new(State::Pending), changed: Condvar::new(), doom: OnceLock::new() })
     }
 
     /// Whether it is of this stream, whose order holds anyway.
     pub fn is_of(&self, stream: &Arc<Shared>) -> bool {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(stream))
+    }
+
+    /// Its stream failed: what should be before it was not issued. Called before [`Point::issue`].
+    pub fn doom(&self, error: Error) {
+        let _ = self.doom.set(error);
+    }
+
+    /// Why nothing may build on it, once it is issued.
+    pub fn doomed(&self) -> Option<Error> {
+        self.doom.get().cloned()
     }
 
     /// The driver knows it now, after `before`.
@@ -101,12 +148,14 @@ impl Point {
             State::Passed(outcome) => return Some(outcome.clone()),
             State::Issued(event, ..) => event.passed(),
         };
-        let outcome = match passed {
-            Ok(false) => return None,
-            Ok(true) => Ok(()),
-            Err(e) => Err(e),
-        };
+        if passed == Ok(false) {
+            return None;
+        }
         let State::Issued(_, held, _) = std::mem::replace(&mut *state, State::Pending) else { return None };
+        // A device fails as a whole: what was waited for comes first.
+        let before = held.waits.iter().find_map(|point| point.settle()?.err());
+        let own = || passed.map(|_| ()).map_err(|e| held.span.blame(&self.stream, e));
+        let outcome = before.map_or_else(own, Err).and_then(|()| self.doomed().map_or(Ok(()), Err));
         let outcome = held.checks.into_iter().fold(outcome, |so_far, check| so_far.and_then(|()| check()));
         *state = State::Passed(outcome.clone());
         self.changed.notify_all();

@@ -319,6 +319,7 @@ impl Shared {
             return;
         }
         self.delay();
+        issuer.held.span.add(name.clone());
         let started = self.setup.trace.clone().map(|base| (base, self.driver().record(self.raw, true)));
         match catch_unwind(AssertUnwindSafe(|| issue(self, issuer))) {
             Ok(Ok(())) => {}
@@ -364,15 +365,15 @@ impl Shared {
         match self.driver().record(self.raw, false) {
             // A failed stream's points carry its error once the device has passed what was issued before.
             Ok(event) => {
-                let mut held = held;
                 if let Err(e) = self.failure() {
-                    held.checks.push(Box::new(move || Err(e)));
+                    point.doom(e);
                 }
                 let mut points = lock(&self.points);
                 point.issue(event, held, points.back().cloned());
                 points.push_back(point.clone());
             }
             Err(e) => {
+                let e = held.span.blame(&self.name, e);
                 self.fail(e.clone());
                 // Whatever the device still does with these: it has failed.
                 point.pass(Err(self.failure().err().unwrap_or(e)));
@@ -389,12 +390,15 @@ impl Shared {
         match point.issued() {
             Ok(event) => {
                 issuer.dirty = true;
+                // Work of that stream was left out: what builds on it must be left out too.
+                if let Some(e) = point.doomed() {
+                    return self.fail(e);
+                }
                 if let Err(e) = self.driver().wait(self.raw, &event) {
-                    self.fail(e);
+                    self.fail(self.task_error("waiting for another stream", e.to_string()));
                 }
                 // What that stream finds out when the point is passed concerns this one too.
-                let point = point.clone();
-                issuer.held.checks.push(Box::new(move || point.settle().unwrap_or(Ok(()))));
+                issuer.held.waits.push(point.clone());
             }
             Err(Ok(())) => {}
             Err(Err(e)) => self.fail(e),

@@ -495,10 +495,22 @@ impl Engine {
     /// A stream's error is often the echo of a lost group: prefer the communicator's own account.
     fn explain(&self, error: Error) -> Error {
         match (error, self.comm.health()) {
+            // This rank gave the group up itself, since one of its streams failed.
+            (error, Health::Lost(lost @ zrt_collectives::Error::Aborted { by, .. })) if by == self.comm.rank() => {
+                self.failure_before(&lost).map_or(error, |source| Error::Device { rank: by, source })
+            }
             (Error::Device { .. }, Health::Lost(lost)) => lost.into(),
             (Error::Device { source, .. }, Health::Good) => Error::Device { rank: self.comm.rank(), source },
             (other, _) => other,
         }
+    }
+
+    /// The error of a stream that is not itself told of `lost`.
+    fn failure_before(&self, lost: &zrt_collectives::Error) -> Option<zrt_kernels::Error> {
+        let (lost, event) = (lost.to_string(), self.device.event().ok()?);
+        let streams = [&self.streams.compute, &self.streams.copy, &self.streams.update, &self.streams.comm];
+        // Nothing is waited for: a stream that failed takes no more work and says why.
+        streams.into_iter().filter_map(|s| s.record(&event).err()).find(|e| !e.to_string().contains(&lost))
     }
 
     /// The layout.

@@ -115,7 +115,7 @@ impl Machine {
             unsafe { libc::atexit(flush_timeline) };
         }
         Ok(Machine {
-            faults: Faults(settings.faults.clone()),
+            faults: Faults::new(settings.faults.clone(), settings.fault_log.clone()),
             memory,
             devices: (0..settings.devices).map(|index| Device { index, ..Device::default() }).collect(),
             timeline,

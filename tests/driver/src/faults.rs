@@ -1,7 +1,11 @@
 //! What goes wrong, and when? Faults are ordered in the settings by what they hit and its number: the third allocation, the second
 //! launch of a kernel. Counters are of the process.
 
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Codes that both vendors' drivers share.
 pub mod code {
@@ -99,16 +103,35 @@ impl Fault {
 }
 
 /// The faults of a process.
-pub struct Faults(pub Vec<Fault>);
+pub struct Faults {
+    all: Vec<Fault>,
+    log: Option<PathBuf>,
+}
 
 impl Faults {
+    pub fn new(all: Vec<Fault>, log: Option<PathBuf>) -> Faults {
+        Faults { all, log }
+    }
+
+    /// Says that a fault comes now, for those who measure what follows.
+    fn note(&self, fault: &Fault) {
+        let Some(path) = &self.log else { return };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos());
+        let line = format!("{now} {:?}\n", fault.kind);
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        if let Err(e) = file.and_then(|mut f| f.write_all(line.as_bytes())) {
+            eprintln!("emulated GPU: {}: {e}", path.display());
+        }
+    }
+
     /// Counts for all faults of a kind; what `pick` says of one that is due.
     pub fn hit<T>(&self, pick: impl Fn(&Kind) -> Option<T>) -> Option<T> {
         let mut found = None;
-        for fault in &self.0 {
+        for fault in &self.all {
             if let Some(value) = pick(&fault.kind)
                 && fault.due()
             {
+                self.note(fault);
                 found = found.or(Some(value));
             }
         }
@@ -117,16 +140,17 @@ impl Faults {
 
     /// Whether this is the n-th collective of the rank that `kind` names, or a later one.
     pub fn reached(&self, kind: &Kind, n: u64) -> bool {
-        self.0.iter().any(|f| f.kind == *kind && n >= f.nth)
+        self.exactly(kind, n) || self.all.iter().any(|f| f.kind == *kind && n > f.nth)
     }
 
     /// Whether it is exactly the n-th.
     pub fn exactly(&self, kind: &Kind, n: u64) -> bool {
-        self.0.iter().any(|f| f.kind == *kind && n == f.nth)
+        let fault = self.all.iter().find(|f| f.kind == *kind && n == f.nth);
+        fault.inspect(|f| self.note(f)).is_some()
     }
 
     /// Milliseconds by which this rank is late.
     pub fn late_ms(&self, rank: usize) -> u64 {
-        self.0.iter().filter(|f| f.kind == Kind::Slow(rank)).map(|f| f.nth).sum()
+        self.all.iter().filter(|f| f.kind == Kind::Slow(rank)).map(|f| f.nth).sum()
     }
 }

@@ -26,6 +26,7 @@
 //! | `h2d`, `d2h`, `d2d`, `link` | virtual bandwidths in GB/s | 50, 50, 1500, 45 |
 //! | `kernel_ns`, `wave_ns` | virtual time of a launch, and of as many blocks as the machine has units | 10000, 1000 |
 //! | `fault` | faults, separated by `,` | none |
+//! | `fault_log` | file to which a line is added when a fault comes: nanoseconds since 1970, the fault | none |
 //!
 //! Faults: `oom:N` (N-th allocation: 2), `launch:KERNEL:N[:CODE]` (N-th launch of this kernel or `*`: asynchronously 719),
 //! `lost:N[:CODE]` (at the N-th launch the device is lost: 999), `call:FUNCTION:N:CODE` (N-th call of an exported function, which

@@ -40,6 +40,8 @@ pub struct Settings {
     pub kernel_ns: u64,
     pub wave_ns: u64,
     pub faults: Vec<Fault>,
+    /// To which each fault that comes is added, with its time.
+    pub fault_log: Option<PathBuf>,
 }
 
 impl Default for Settings {
@@ -63,6 +65,7 @@ impl Default for Settings {
             kernel_ns: 10_000,
             wave_ns: 1_000,
             faults: Vec::new(),
+            fault_log: None,
         }
     }
 }
@@ -98,6 +101,7 @@ impl Settings {
                 "link" => s.link = rate()?,
                 "kernel_ns" => s.kernel_ns = number()?,
                 "wave_ns" => s.wave_ns = number()?,
+                "fault_log" => s.fault_log = Some(value.into()),
                 "fault" => {
                     for fault in value.split(',') {
                         s.faults.extend(Fault::parse(fault, rank)?);

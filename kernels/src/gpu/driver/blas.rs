@@ -106,6 +106,15 @@ mod same {
     pub const MOST_WORKSPACE: i32 = sys::HIPBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as i32;
 }
 
+/// A function's name: cuBLASLt's, hipBLASLt's.
+type Names = [&'static str; 2];
+
+macro_rules! name {
+    ($name:literal) => {
+        [concat!("cublasLt", $name), concat!("hipblasLt", $name)]
+    };
+}
+
 /// What a plan depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
@@ -127,6 +136,7 @@ struct Plan {
 
 /// The library.
 pub struct Blas {
+    vendor: Vendor,
     functions: Functions,
     numbers: &'static Numbers,
     handle: usize,
@@ -166,8 +176,8 @@ impl Blas {
         let mut handle: Handle = std::ptr::null_mut();
         // SAFETY: a place to write to; a device is current.
         let code = unsafe { create(&mut handle) };
-        let blas = Blas { functions, numbers, handle: handle as usize, plans: Mutex::default(), library };
-        blas.check("starting", "Create", code)?;
+        let blas = Blas { vendor, functions, numbers, handle: handle as usize, plans: Mutex::default(), library };
+        blas.check("starting", name!("Create"), code)?;
         Ok(Some(blas))
     }
 
@@ -176,10 +186,11 @@ impl Blas {
         self.library.name()
     }
 
-    fn check(&self, what: &str, call: &'static str, code: c_int) -> Result<()> {
+    fn check(&self, what: &str, call: Names, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
+        let call = call[usize::from(self.vendor == Vendor::Amd)];
         Err(Error::Driver { what: format!("{}, {what}", self.library.name()), call, code, text: "see the library's status codes".into() })
     }
 
@@ -207,7 +218,7 @@ impl Blas {
         let Some(plan) = plan else { return Ok(false) };
         let product = plan.product as Handle;
         if p.bias.0 != 0 {
-            self.set(product, self.functions.set_product, self.numbers.bias, &p.bias.0, "MatmulDescSetAttribute")?;
+            self.set(product, self.functions.set_product, self.numbers.bias, &p.bias.0, name!("MatmulDescSetAttribute"))?;
         }
         let (alpha, beta) = (1f32, if p.add { 1f32 } else { 0f32 });
         let c = plan.c as Handle;
@@ -232,11 +243,11 @@ impl Blas {
                 s.0 as Handle,
             )
         };
-        self.check(&format!("product {} x {} x {}", p.m, p.n, p.k), "Matmul", code)?;
+        self.check(&format!("product {} x {} x {}", p.m, p.n, p.k), name!("Matmul"), code)?;
         Ok(true)
     }
 
-    fn set<T>(&self, of: Handle, set: Set, number: c_int, value: &T, call: &'static str) -> Result<()> {
+    fn set<T>(&self, of: Handle, set: Set, number: c_int, value: &T, call: Names) -> Result<()> {
         // SAFETY: a descriptor of this library, and a value of the size given.
         let code = unsafe { set(of, number, std::ptr::from_ref(value).cast(), size_of::<T>()) };
         self.check(&format!("attribute {number}"), call, code)
@@ -248,20 +259,20 @@ impl Blas {
         let kind = |dtype: DType| if dtype == DType::BF16 { same::BF16 } else { same::F32 };
         let mut product: Handle = std::ptr::null_mut();
         // SAFETY: a place to write to.
-        self.check("product", "MatmulDescCreate", unsafe { (f.make_product)(&mut product, n.compute_f32, same::F32) })?;
+        self.check("product", name!("MatmulDescCreate"), unsafe { (f.make_product)(&mut product, n.compute_f32, same::F32) })?;
         // Its a is our b, and is [n, k] there once transposed as needed.
         let (b_turned, a_turned) = (p.form == Form::Nt, p.form == Form::Tn);
-        self.set(product, f.set_product, n.transpose_a, &n.transposed[usize::from(b_turned)], "MatmulDescSetAttribute")?;
-        self.set(product, f.set_product, n.transpose_b, &n.transposed[usize::from(a_turned)], "MatmulDescSetAttribute")?;
+        self.set(product, f.set_product, n.transpose_a, &n.transposed[usize::from(b_turned)], name!("MatmulDescSetAttribute"))?;
+        self.set(product, f.set_product, n.transpose_b, &n.transposed[usize::from(a_turned)], name!("MatmulDescSetAttribute"))?;
         if p.bias.0 != 0 {
-            self.set(product, f.set_product, n.epilogue, &same::EPILOGUE_BIAS, "MatmulDescSetAttribute")?;
-            self.set(product, f.set_product, n.bias, &p.bias.0, "MatmulDescSetAttribute")?;
+            self.set(product, f.set_product, n.epilogue, &same::EPILOGUE_BIAS, name!("MatmulDescSetAttribute"))?;
+            self.set(product, f.set_product, n.bias, &p.bias.0, name!("MatmulDescSetAttribute"))?;
         }
         let layout = |dtype: DType, rows: usize, cols: usize, ld: usize| -> Result<Handle> {
             let mut out: Handle = std::ptr::null_mut();
             // SAFETY: a place to write to.
             let code = unsafe { (f.make_layout)(&mut out, kind(dtype), rows as u64, cols as u64, ld as i64) };
-            self.check("layout", "MatrixLayoutCreate", code)?;
+            self.check("layout", name!("MatrixLayoutCreate"), code)?;
             Ok(out)
         };
         let a = if b_turned { layout(p.dtype, p.k, p.n, p.ldb)? } else { layout(p.dtype, p.n, p.k, p.ldb)? };
@@ -269,10 +280,10 @@ impl Blas {
         let c = layout(p.c_dtype, p.n, p.m, p.ldc)?;
         let mut wishes: Handle = std::ptr::null_mut();
         // SAFETY: a place to write to.
-        self.check("wishes", "MatmulPreferenceCreate", unsafe { (f.make_wishes)(&mut wishes) })?;
-        self.set(wishes, f.set_wishes, same::MOST_WORKSPACE, &WORKSPACE_BYTES, "MatmulPreferenceSetAttribute")?;
+        self.check("wishes", name!("MatmulPreferenceCreate"), unsafe { (f.make_wishes)(&mut wishes) })?;
+        self.set(wishes, f.set_wishes, same::MOST_WORKSPACE, &WORKSPACE_BYTES, name!("MatmulPreferenceSetAttribute"))?;
         for &alignment in n.alignments {
-            self.set(wishes, f.set_wishes, alignment, &(ALIGN_BYTES as u32), "MatmulPreferenceSetAttribute")?;
+            self.set(wishes, f.set_wishes, alignment, &(ALIGN_BYTES as u32), name!("MatmulPreferenceSetAttribute"))?;
         }
         let mut algorithm = Box::new([0u64; ANSWER_WORDS]);
         let mut found: c_int = 0;

@@ -30,6 +30,15 @@ struct Getter {
     get: unsafe extern "C" fn(Handle, *mut c_char) -> c_int,
 }
 
+/// A function's name: NVRTC's, hipRTC's.
+type Names = [&'static str; 2];
+
+macro_rules! name {
+    ($name:literal) => {
+        [concat!("nvrtc", $name), concat!("hiprtc", $name)]
+    };
+}
+
 /// A run-time compiler.
 pub struct Rtc {
     functions: Functions,
@@ -83,12 +92,13 @@ impl Rtc {
         Ok(Rtc { functions, amd, library })
     }
 
-    fn check(&self, what: &str, call: &'static str, code: c_int) -> Result<()> {
+    fn check(&self, what: &str, call: Names, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
         // SAFETY: takes any code, returns a static text or null.
         let text = c_text(unsafe { (self.functions.error)(code) });
+        let call = call[usize::from(self.amd)];
         Err(Error::Driver { what: format!("{}, {what}", self.library.name()), call, code, text })
     }
 
@@ -131,16 +141,16 @@ impl Rtc {
             let headers = headers_at.len() as c_int;
             (f.create)(&mut program.handle, text.as_ptr(), name.as_ptr(), headers, headers_at.as_ptr(), names_at.as_ptr())
         };
-        self.check(source, "CreateProgram", code)?;
+        self.check(source, name!("CreateProgram"), code)?;
         // SAFETY: as above.
         let code = unsafe { (f.compile)(program.handle, options_at.len() as c_int, options_at.as_ptr()) };
-        let log = String::from_utf8_lossy(&program.get("GetProgramLog", &f.log)?).trim_end_matches('\0').to_string();
-        self.check(&format!("{source}: {log}"), "CompileProgram", code)?;
+        let log = String::from_utf8_lossy(&program.get(name!("GetProgramLog"), &f.log)?).trim_end_matches('\0').to_string();
+        self.check(&format!("{source}: {log}"), name!("CompileProgram"), code)?;
         let ptx = match &f.ptx {
-            Some(getter) => String::from_utf8_lossy(&program.get("GetPTX", getter)?).trim_end_matches('\0').to_string(),
+            Some(getter) => String::from_utf8_lossy(&program.get(name!("GetPTX"), getter)?).trim_end_matches('\0').to_string(),
             None => String::new(),
         };
-        Ok(Compiled { code: program.get("GetCode", &f.code)?, ptx, log })
+        Ok(Compiled { code: program.get(["nvrtcGetCUBIN", "hiprtcGetCode"], &f.code)?, ptx, log })
     }
 }
 
@@ -153,7 +163,7 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    fn get(&self, call: &'static str, getter: &Getter) -> Result<Vec<u8>> {
+    fn get(&self, call: Names, getter: &Getter) -> Result<Vec<u8>> {
         let mut bytes = 0;
         // SAFETY: a program, and a number to write to.
         self.rtc.check("result of a compilation", call, unsafe { (getter.bytes)(self.handle, &mut bytes) })?;

@@ -186,7 +186,7 @@ fn run(comm: &Comm, calls: &[Numbered]) -> Result<(), i32> {
     };
     let operands = calls.iter().map(operands).collect::<Result<Vec<_>, i32>>()?;
     let nth = calls.iter().map(|c| c.nth).max().unwrap_or(0);
-    if machine.faults.exactly(&Fault::Dead(comm.rank), nth) && nth > 0 {
+    if nth > 0 && machine.faults.exactly(&Fault::Dead(comm.rank), nth) {
         die();
     }
     std::thread::sleep(Duration::from_millis(machine.faults.late_ms(comm.rank)));
