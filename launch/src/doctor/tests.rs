@@ -306,7 +306,7 @@ fn libraries_and_measurements_are_judged() {
         name: format!("lib{role}.so"),
         found: found.map(str::to_string).map_err(str::to_string),
     };
-    let rate = |what, pci: &str, bytes_per_s| GpuRate { what, pci: pci.into(), bytes_per_s };
+    let rate = |what, pci: &str, bytes_per_s| GpuRate { what, pci: pci.into(), bytes_per_s: Ok(bytes_per_s) };
     let mut probe = GpuProbe {
         devices: vec![device(GPUS[0], &GPUS[1..]), device(GPUS[1], &GPUS[..1])],
         libraries: vec![library("driver", Ok("6.4")), library("blas", Err("not found")), library("collectives", Err("not found"))],

@@ -62,6 +62,7 @@ struct Functions {
 
 /// Numbers that the vendors' headers give to the same things.
 struct Numbers {
+    vendor: Vendor,
     compute_f32: c_int,
     transposed: [i32; 2],
     transpose_a: c_int,
@@ -73,6 +74,7 @@ struct Numbers {
 }
 
 const NVIDIA: Numbers = Numbers {
+    vendor: Vendor::Nvidia,
     compute_f32: lt::cublasComputeType_t::CUBLAS_COMPUTE_32F as c_int,
     // cublasOperation_t is in a header of cuBLAS that cudarc does not bind here.
     transposed: [0, 1],
@@ -88,6 +90,7 @@ const NVIDIA: Numbers = Numbers {
     ],
 };
 const AMD: Numbers = Numbers {
+    vendor: Vendor::Amd,
     compute_f32: sys::HIPBLAS_COMPUTE_32F as c_int,
     transposed: [sys::HIPBLAS_OP_N as i32, sys::HIPBLAS_OP_T as i32],
     transpose_a: sys::HIPBLASLT_MATMUL_DESC_TRANSA as c_int,
@@ -174,6 +177,26 @@ impl Blas {
     /// Its name or path.
     pub fn name(&self) -> &str {
         self.library.name()
+    }
+
+    /// Its version: `12.9.1`, `0.12.1`.
+    pub fn version(&self) -> String {
+        let (number, major) = match self.numbers.vendor {
+            Vendor::Nvidia => {
+                // SAFETY: the signature that the vendor documents under this name.
+                let number = unsafe { self.library.get::<unsafe extern "C" fn() -> usize>("cublasLtGetVersion").map(|f| f()) };
+                (number.ok(), 10_000)
+            }
+            Vendor::Amd => {
+                let mut number = 0;
+                // SAFETY: as above; the handle is of this library, and there is a place to write to.
+                let ask = unsafe { self.library.get::<unsafe extern "C" fn(Handle, *mut c_int) -> c_int>("hipblasLtGetVersion") };
+                // SAFETY: as above.
+                let known = ask.is_ok_and(|f| unsafe { f(self.handle as Handle, &mut number) } == 0);
+                (known.then_some(number as usize), 100_000)
+            }
+        };
+        number.map_or_else(|| "unknown version".into(), |n| format!("{}.{}.{}", n / major, n % major / 100, n % 100))
     }
 
     fn check(&self, what: &str, call: &'static str, code: c_int) -> Result<()> {
