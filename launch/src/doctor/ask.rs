@@ -3,10 +3,12 @@
 
 use super::gpu::{GpuProbe, GpuRate, GpuReport, LibraryReport, Measured};
 use super::pci::PciGpu;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
-use zrt_collectives::ccl::Library;
+use zrt_collectives::ccl::{Library, recommended_env};
 use zrt_collectives::{CclComm, CclOptions, Communicator, Error, MemoryStore};
 use zrt_kernels::gpu::driver::{Libraries, Vendor};
 use zrt_kernels::gpu::probe::{self, DeviceProbe, LibraryProbe, Probe};
@@ -21,7 +23,20 @@ const MEET: Duration = Duration::from_secs(30);
 /// Bytes of the all-reduce: long enough that links are full.
 const REDUCE_BYTES: usize = 128 << 20;
 /// All-reduces that are timed together.
-const REDUCES: u32 = 4;
+const REDUCES: u32 = 3;
+
+/// Starts the doctor again with the variables that RCCL reads at its start, where it will be measured and they are not set: it may hang
+/// without them, and training runs have them.
+pub fn with_environment(gpus: &[PciGpu], only: Option<Vendor>) {
+    let count = gpus.iter().filter(|g| g.vendor == Vendor::Amd).count();
+    let mut missing = recommended_env(Vendor::Amd, count);
+    missing.retain(|(name, _)| std::env::var_os(name).is_none());
+    if missing.is_empty() || (count == 0 && only != Some(Vendor::Amd)) {
+        return;
+    }
+    let error = Command::new("/proc/self/exe").args(std::env::args_os().skip(1)).envs(missing).exec();
+    tracing::warn!("the doctor cannot be started again with RCCL's variables: {error}");
+}
 
 /// Asks both vendors' libraries, or the one that `only` names. On a host without any GPU the answer says what was looked for.
 pub fn probe(gpus: &[PciGpu], libraries: Libraries, only: Option<Vendor>) -> GpuProbe {

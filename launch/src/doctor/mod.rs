@@ -48,6 +48,7 @@ pub fn run(args: &DoctorArgs) -> Result<u8, Fault> {
     let only = config.as_ref().and_then(zrt::device::vendor);
     let tree = Tree::new("/");
     let gpus = pci::gpus(&tree).unwrap_or_default();
+    ask::with_environment(&gpus, only);
     let mut found = examine(&tree, &crate::proc::host(), Some(&ask::probe(&gpus, libraries, only)));
     found.extend(speed::findings(&tree, &gpus));
     let found = in_groups(found);
@@ -57,9 +58,16 @@ pub fn run(args: &DoctorArgs) -> Result<u8, Fault> {
 /// All that can be known without measuring.
 fn examine(tree: &Tree, host: &str, probe: Option<&GpuProbe>) -> Vec<Finding> {
     let read = pci::gpus(tree);
-    let mut found = pci::findings(&read, tree);
+    let seen = probe.map_or(0, |p| p.devices.len());
+    let mut found = match &read {
+        Ok(gpus) if gpus.is_empty() && seen > 0 => {
+            let text = format!("none on the PCI bus as it is seen here, though drivers have {seen}");
+            vec![Finding::new(Level::Note, Group::Devices, "GPUs", text)]
+        }
+        _ => pci::findings(&read, tree),
+    };
     let gpus = read.unwrap_or_default();
-    let any = !gpus.is_empty() || pci::driver_file(tree).is_some();
+    let any = !gpus.is_empty() || pci::driver_file(tree).is_some() || seen > 0;
     let made_by = |vendor: Vendor| gpus.iter().any(|g| g.vendor == vendor);
     found.extend(limits::device_files(tree, made_by(Vendor::Amd), made_by(Vendor::Nvidia)));
     found.extend(graph::findings(&gpus, tree));

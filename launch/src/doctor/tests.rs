@@ -325,7 +325,14 @@ fn libraries_and_measurements_are_judged() {
     probe.devices.truncate(1);
     says(&of_probe(&probe), "device at 0000:9f:00.0", Level::Note, "not seen by the vendor's library");
     probe.devices = vec![device(GPUS[0], &[]), device(GPUS[1], &GPUS[..1])];
-    says(&of_probe(&probe), "access to peers", Level::Warning, "1 of 2");
+    probe.rates[2].bytes_per_s = Err("a rank did not come".into());
+    let found = of_probe(&probe);
+    says(&found, "access to peers", Level::Warning, "1 of 2");
+    says(&found, "all-reduce (bus", Level::Note, "not measured: a rank did not come");
+    // A container may hide the bus.
+    let found = examine(&Tree::new(Host::healthy().folder.path()), "trainer", Some(&probe));
+    says(&found, "GPUs", Level::Note, "drivers have 2");
+    says(&found, "collectives library", Level::Problem, "not found");
 }
 
 #[test]
