@@ -99,7 +99,7 @@ impl Hook for Notes {
 }
 
 /// The vendor that `device.kind` names; `None`: the CPU, or not decided yet.
-fn vendor(config: &Config) -> Option<Vendor> {
+pub fn vendor(config: &Config) -> Option<Vendor> {
     Vendor::ALL.into_iter().find(|v| v.kind() == config.device.kind)
 }
 
@@ -108,7 +108,8 @@ pub fn uses_gpu(config: &Config) -> bool {
     vendor(config).is_some()
 }
 
-fn libraries(config: &Config) -> Libraries {
+/// Where `[device.libraries]` says that the vendor's libraries are.
+pub fn libraries(config: &Config) -> Libraries {
     let l = &config.device.libraries;
     Libraries { driver: l.driver.clone(), compiler: l.compiler.clone(), blas: l.blas.clone(), collectives: l.collectives.clone() }
 }

@@ -186,6 +186,20 @@ impl GpuDevice {
     }
 }
 
+/// Floating-point operations per second of dense bf16 products by the data sheet of the usual part of this machine (MI355X of gfx950,
+/// one die of an MI250X of gfx90a), in proportion to the units that this one has; 0: not known.
+fn peak_flops_bf16(arch: &Arch) -> f64 {
+    let usual = match arch.name.as_str() {
+        "sm_80" => 312e12,
+        "sm_90" => 989e12,
+        "gfx90a" => 191.5e12,
+        "gfx942" => 1307e12,
+        "gfx950" => 2516e12,
+        _ => return 0.0,
+    };
+    Arch::known(&arch.name).map_or(usual, |known| usual * f64::from(arch.units) / f64::from(known.units))
+}
+
 /// Waits for an event of the device's own queue, where nothing waits for anything else.
 fn await_event(event: &RawEvent) -> Result<()> {
     let mut pause = Pause::default();
@@ -204,7 +218,7 @@ impl Device for GpuDevice {
             threads: self.threads,
             memory_bytes: facts.memory_bytes,
             peak_flops_f32: 0.0,
-            peak_flops_bf16: 0.0,
+            peak_flops_bf16: peak_flops_bf16(&facts.arch),
         }
     }
 
@@ -256,5 +270,23 @@ impl Drop for GpuDevice {
             // Nobody is left to tell.
             let _ = self.driver.end_stream(self.raw);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_fewer_units_have_their_own_peak() {
+        let of = |name: &str, units: u32| {
+            let known = Arch::known(name).expect("a known machine");
+            peak_flops_bf16(&Arch { units, ..known }) / 1e12
+        };
+        // MI300X, MI300A (981 by its data sheet), MI210 (181).
+        assert_eq!(of("gfx942", 304), 1307.0);
+        assert!((of("gfx942", 228) - 981.0).abs() < 1.0 && (of("gfx90a", 104) - 181.0).abs() < 1.0);
+        let unknown = Arch { name: "gfx1100".into(), ..Arch::known("gfx942").expect("a known machine") };
+        assert_eq!(peak_flops_bf16(&unknown), 0.0);
     }
 }

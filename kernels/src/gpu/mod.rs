@@ -24,6 +24,7 @@ pub mod lora;
 mod memory;
 mod norm_tree;
 mod params;
+pub mod probe;
 mod ring;
 mod rmsnorm;
 mod rope;

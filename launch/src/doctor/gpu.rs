@@ -35,7 +35,6 @@ pub struct LibraryReport {
 }
 
 /// What was measured.
-#[cfg_attr(not(test), expect(dead_code, reason = "made by the probe of a driver"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measured {
     /// Pinned host memory to a device.
@@ -53,8 +52,8 @@ pub struct GpuRate {
     pub what: Measured,
     /// On which device, by PCI address; empty: on all.
     pub pci: String,
-    /// Bytes/s.
-    pub bytes_per_s: f64,
+    /// Bytes/s, or why it was not measured.
+    pub bytes_per_s: Result<f64, String>,
 }
 
 /// All that the libraries said.
@@ -68,17 +67,13 @@ pub struct GpuProbe {
     pub rates: Vec<GpuRate>,
 }
 
-/// Asks the libraries. `None`: this build does not load them.
-pub fn probe(_gpus: &[PciGpu]) -> Option<GpuProbe> {
-    None
-}
-
 /// Share of the catalogue's figure below which something is wrong, not merely different.
 const LEAST_SHARE: f64 = 0.7;
 
 /// What follows from a probe.
 pub fn findings(probe: &GpuProbe, gpus: &[PciGpu]) -> Vec<Finding> {
-    let mut found: Vec<Finding> = probe.libraries.iter().map(|l| library(l, gpus)).collect();
+    let any = !gpus.is_empty() || !probe.devices.is_empty();
+    let mut found: Vec<Finding> = probe.libraries.iter().map(|l| library(l, any)).collect();
     found.extend(probe.devices.iter().map(device));
     found.extend(gpus.iter().filter(|g| !probe.devices.iter().any(|d| d.pci.eq_ignore_ascii_case(&g.address))).map(unseen));
     found.extend(peers(probe));
@@ -94,11 +89,11 @@ pub fn expected(gpus: &[PciGpu]) -> Option<Cluster> {
     Catalogue::load(None).or_else(|_| Catalogue::builtin()).ok()?.cluster(part).ok()
 }
 
-fn library(library: &LibraryReport, gpus: &[PciGpu]) -> Finding {
+fn library(library: &LibraryReport, any_gpu: bool) -> Finding {
     let what = format!("{} library ({})", library.role, library.name);
     match &library.found {
         Ok(version) => Finding::ok(Group::Libraries, what, version),
-        Err(why) if gpus.is_empty() => Finding::new(Level::Note, Group::Libraries, what, why),
+        Err(why) if !any_gpu => Finding::new(Level::Note, Group::Libraries, what, why),
         Err(why) => {
             // Products and the compiler have replacements: our own kernels, and files compiled ahead.
             let level = if matches!(library.role, "driver" | "collectives") { Level::Problem } else { Level::Warning };
@@ -151,7 +146,11 @@ fn speed(rate: &GpuRate, devices: usize, cluster: Option<&Cluster>) -> Finding {
         ),
     };
     let what = if rate.pci.is_empty() { name.to_string() } else { format!("{name}, {}", rate.pci) };
-    let found = format!("{:.1} GB/s", rate.bytes_per_s / 1e9);
+    let bytes_per_s = match &rate.bytes_per_s {
+        Ok(bytes_per_s) => *bytes_per_s,
+        Err(why) => return Finding::new(Level::Note, Group::Speed, what, format!("not measured: {why}")),
+    };
+    let found = format!("{:.1} GB/s", bytes_per_s / 1e9);
     let limit = cluster.and_then(|c| {
         let link = c.part.host_link.as_ref();
         match rate.what {
@@ -164,7 +163,7 @@ fn speed(rate: &GpuRate, devices: usize, cluster: Option<&Cluster>) -> Finding {
         return Finding::new(Level::Note, Group::Speed, what, format!("{found}; the hardware catalogue has no figure to compare with"));
     };
     let expected = format!("{:.1} GB/s, of which {:.0} % is usual", limit / 1e9, 100.0 * LEAST_SHARE);
-    let share = rate.bytes_per_s / limit;
+    let share = bytes_per_s / limit;
     let found = format!("{found}, {:.0} % of what the hardware gives", 100.0 * share);
     if share >= LEAST_SHARE {
         return Finding::ok(Group::Speed, what, found).expected(expected);

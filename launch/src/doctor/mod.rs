@@ -3,8 +3,9 @@
 //! containers much cannot be read or changed, and a machine without a GPU is a machine too.
 //!
 //! * [`tree`] where facts come from; [`finding`] what is made of them.
-//! * [`pci`], [`graph`], [`gpu`] devices, links, libraries; [`numa`], [`kernel`], [`limits`], [`network`] the host; [`speed`] measurements.
+//! * [`pci`], [`graph`], [`gpu`] devices, links, libraries, which [`ask`] asks; [`numa`], [`kernel`], [`limits`], [`network`] the host; [`speed`] measurements.
 
+mod ask;
 mod finding;
 mod gpu;
 mod graph;
@@ -21,12 +22,20 @@ mod tree;
 use crate::fault::Fault;
 use finding::{Finding, Group, Level};
 use gpu::GpuProbe;
+use std::path::PathBuf;
 use tree::Tree;
+use zrt::config::Config;
 use zrt_kernels::gpu::driver::Vendor;
 
 /// `zlaunch doctor`
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
+    /// Look with this configuration's [device]: the kind of device, and where the vendor's libraries are
+    #[arg(value_name = "TRAIN.TOML")]
+    pub file: Option<PathBuf>,
+    /// Override a key of it
+    #[arg(long, value_name = "KEY=VALUE", requires = "file")]
+    pub set: Vec<String>,
     /// One line of JSON instead of a report
     #[arg(long)]
     pub json: bool,
@@ -34,9 +43,13 @@ pub struct DoctorArgs {
 
 /// Looks, measures, prints.
 pub fn run(args: &DoctorArgs) -> Result<u8, Fault> {
+    let config = args.file.as_deref().map(|file| Config::load(file, &args.set)).transpose()?;
+    let libraries = config.as_ref().map(zrt::device::libraries).unwrap_or_default();
+    let only = config.as_ref().and_then(zrt::device::vendor);
     let tree = Tree::new("/");
     let gpus = pci::gpus(&tree).unwrap_or_default();
-    let mut found = examine(&tree, &crate::proc::host(), gpu::probe(&gpus).as_ref());
+    ask::with_environment(&gpus, only);
+    let mut found = examine(&tree, &crate::proc::host(), Some(&ask::probe(&gpus, libraries, only)));
     found.extend(speed::findings(&tree, &gpus));
     let found = in_groups(found);
     crate::print(if args.json { json(&found) } else { text(&found) })
@@ -45,9 +58,16 @@ pub fn run(args: &DoctorArgs) -> Result<u8, Fault> {
 /// All that can be known without measuring.
 fn examine(tree: &Tree, host: &str, probe: Option<&GpuProbe>) -> Vec<Finding> {
     let read = pci::gpus(tree);
-    let mut found = pci::findings(&read, tree);
+    let seen = probe.map_or(0, |p| p.devices.len());
+    let mut found = match &read {
+        Ok(gpus) if gpus.is_empty() && seen > 0 => {
+            let text = format!("none on the PCI bus as it is seen here, though drivers have {seen}");
+            vec![Finding::new(Level::Note, Group::Devices, "GPUs", text)]
+        }
+        _ => pci::findings(&read, tree),
+    };
     let gpus = read.unwrap_or_default();
-    let any = !gpus.is_empty() || pci::driver_file(tree).is_some();
+    let any = !gpus.is_empty() || pci::driver_file(tree).is_some() || seen > 0;
     let made_by = |vendor: Vendor| gpus.iter().any(|g| g.vendor == vendor);
     found.extend(limits::device_files(tree, made_by(Vendor::Amd), made_by(Vendor::Nvidia)));
     found.extend(graph::findings(&gpus, tree));

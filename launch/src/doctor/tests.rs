@@ -306,7 +306,7 @@ fn libraries_and_measurements_are_judged() {
         name: format!("lib{role}.so"),
         found: found.map(str::to_string).map_err(str::to_string),
     };
-    let rate = |what, pci: &str, bytes_per_s| GpuRate { what, pci: pci.into(), bytes_per_s };
+    let rate = |what, pci: &str, bytes_per_s| GpuRate { what, pci: pci.into(), bytes_per_s: Ok(bytes_per_s) };
     let mut probe = GpuProbe {
         devices: vec![device(GPUS[0], &GPUS[1..]), device(GPUS[1], &GPUS[..1])],
         libraries: vec![library("driver", Ok("6.4")), library("blas", Err("not found")), library("collectives", Err("not found"))],
@@ -325,7 +325,14 @@ fn libraries_and_measurements_are_judged() {
     probe.devices.truncate(1);
     says(&of_probe(&probe), "device at 0000:9f:00.0", Level::Note, "not seen by the vendor's library");
     probe.devices = vec![device(GPUS[0], &[]), device(GPUS[1], &GPUS[..1])];
-    says(&of_probe(&probe), "access to peers", Level::Warning, "1 of 2");
+    probe.rates[2].bytes_per_s = Err("a rank did not come".into());
+    let found = of_probe(&probe);
+    says(&found, "access to peers", Level::Warning, "1 of 2");
+    says(&found, "all-reduce (bus", Level::Note, "not measured: a rank did not come");
+    // A container may hide the bus.
+    let found = examine(&Tree::new(Host::healthy().folder.path()), "trainer", Some(&probe));
+    says(&found, "GPUs", Level::Note, "drivers have 2");
+    says(&found, "collectives library", Level::Problem, "not found");
 }
 
 #[test]

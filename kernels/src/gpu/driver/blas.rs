@@ -186,6 +186,26 @@ impl Blas {
         self.library.name()
     }
 
+    /// Its version: `12.9.1`, `0.12.1`.
+    pub fn version(&self) -> String {
+        let (number, major) = match self.vendor {
+            Vendor::Nvidia => {
+                // SAFETY: the signature that the vendor documents under this name.
+                let number = unsafe { self.library.get::<unsafe extern "C" fn() -> usize>("cublasLtGetVersion").map(|f| f()) };
+                (number.ok(), 10_000)
+            }
+            Vendor::Amd => {
+                let mut number = 0;
+                // SAFETY: as above; the handle is of this library, and there is a place to write to.
+                let ask = unsafe { self.library.get::<unsafe extern "C" fn(Handle, *mut c_int) -> c_int>("hipblasLtGetVersion") };
+                // SAFETY: as above.
+                let known = ask.is_ok_and(|f| unsafe { f(self.handle as Handle, &mut number) } == 0);
+                (known.then_some(number as usize), 100_000)
+            }
+        };
+        number.map_or_else(|| "unknown version".into(), |n| format!("{}.{}.{}", n / major, n % major / 100, n % 100))
+    }
+
     fn check(&self, what: &str, call: Names, code: c_int) -> Result<()> {
         if code == 0 {
             return Ok(());

@@ -201,6 +201,26 @@ impl Found {
         Ok(Facts { name, arch, memory_bytes: bytes as u64, pci, driver_version, library: p.symbols.name().to_string() })
     }
 
+    /// The devices whose memory device `ordinal` can read.
+    ///
+    /// # Errors
+    /// The driver's; [`Error::Library`]: it has no such function.
+    pub fn peers(&self, ordinal: usize) -> Result<Vec<usize>> {
+        let call = if self.parts.vendor == Vendor::Nvidia { "cuDeviceCanAccessPeer" } else { "hipDeviceCanAccessPeer" };
+        // SAFETY: both vendors document this signature under these names.
+        let ask = unsafe { self.parts.symbols.get::<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> Code>(call)? };
+        let device = self.device(ordinal)?;
+        let mut out = Vec::new();
+        for peer in (0..self.count).filter(|p| *p != ordinal) {
+            let (to, mut can) = (self.device(peer)?, 0);
+            // SAFETY: a place to write to.
+            let code = unsafe { ask(&mut can, device, to) };
+            self.parts.check(|| format!("whether device {ordinal} reads device {peer}"), call, code)?;
+            out.extend((can != 0).then_some(peer));
+        }
+        Ok(out)
+    }
+
     fn device(&self, ordinal: usize) -> Result<c_int> {
         if ordinal >= self.count {
             let what = format!(

@@ -31,6 +31,11 @@ impl Gpu {
         Ok(None)
     }
 
+    /// The product's own device.
+    pub fn device(&self) -> &GpuDevice {
+        &self.device
+    }
+
     /// What it is.
     pub fn facts(&self) -> &Facts {
         self.device.driver().facts()

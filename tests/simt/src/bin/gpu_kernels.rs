@@ -4,15 +4,18 @@
 //! gpu_kernels [PEERS.tsv]     checks against the CPU, then times; without a GPU it says so
 //! gpu_kernels --emulate ARCH  the same checks on the emulator (sm_90, gfx942, gfx950)
 //! gpu_kernels --list          the calls that are timed, for benches/compare/gpu.py
+//! gpu_kernels --host DRIVER.so ARCH   the host's time for an operation, on the emulated driver (told to do nothing: ZRT_EMULATED_GPU=null=1)
 //! ```
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 use std::time::Duration;
 use zrt_kernels::cpu::{CpuDevice, CpuOptions, Mode};
+use zrt_kernels::gpu::driver::{Libraries, Vendor};
+use zrt_kernels::gpu::{GpuDevice, probe};
 use zrt_simt::bench::Target;
 use zrt_simt::bench::checks::{Host, Outcome, TOLERANCE, check, checked};
-use zrt_simt::bench::gpu::Gpu;
+use zrt_simt::bench::gpu::{Gpu, overhead_ns};
 use zrt_simt::bench::times::{Peers, cases, table};
 use zrt_simt::{SimtDevice, SimtOptions};
 
@@ -39,6 +42,14 @@ fn check_all(device: &dyn Target, large: bool) -> Result<bool, String> {
     Ok(wrong == 0)
 }
 
+/// Operations whose mean time on the host is taken.
+const OPERATIONS: u32 = 50_000;
+
+fn host(device: &GpuDevice) -> Result<String, String> {
+    let ns = overhead_ns(device, OPERATIONS).map_err(|e| e.to_string())?;
+    Ok(format!("host: {:.2} us an operation, from the call to the driver's return (at most 10)", ns / 1e3))
+}
+
 fn run(arguments: &[String]) -> Result<bool, String> {
     match arguments.first().map(String::as_str) {
         Some("--list") => {
@@ -53,6 +64,13 @@ fn run(arguments: &[String]) -> Result<bool, String> {
             println!("emulated {arch}");
             check_all(&Host::new(device).map_err(|e| e.to_string())?, false)
         }
+        Some("--host") => {
+            let [_, driver, arch] = arguments else { return Err("usage: gpu_kernels --host DRIVER.so ARCH".into()) };
+            let vendor = if arch.starts_with("gfx") { Vendor::Amd } else { Vendor::Nvidia };
+            let libraries = Libraries { driver: Some(driver.into()), compiler: Some(driver.into()), ..Libraries::default() };
+            println!("{}", host(&*probe::open(vendor, &libraries, 0).map_err(|e| e.to_string())?)?);
+            Ok(true)
+        }
         peers => {
             let Some(gpu) = Gpu::find().map_err(|e| e.to_string())? else {
                 println!("not run: no CUDA or HIP device");
@@ -61,6 +79,7 @@ fn run(arguments: &[String]) -> Result<bool, String> {
             let facts = gpu.facts();
             println!("{}, {}, {} units, driver {}", facts.name, facts.arch.name, facts.arch.units, facts.driver_version);
             let right = check_all(&gpu, true)?;
+            println!("{}", host(gpu.device())?);
             let text = peers.map(std::fs::read_to_string).transpose().map_err(|e| format!("{}: {e}", arguments[0]))?;
             let peers = Peers::parse(&text.unwrap_or_default());
             println!("{}", table(&gpu, &peers, Duration::from_secs(180)).map_err(|e| e.to_string())?);
