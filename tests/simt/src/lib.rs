@@ -5,7 +5,7 @@
 //! * [`launcher`] runs the launches of [`zrt_kernels::gpu::GpuOps`] in the order of a stream, and counts.
 //! * [`cases`] one small case of every operation, for what runs over all kernels.
 //! * [`device`] a whole device, so that the unchanged trainer runs on emulated GPUs.
-//! * [`gates`] what real compilers make of the same sources, by [`rtc`] and others.
+//! * [`gates`] what real compilers make of the same sources, by the product's run-time compiler and others.
 //! * [`page`] what calls should cost on real GPUs: [`shapes`] the calls of training, [`plan`] their launches.
 //! * [`mod@bench`] the same calls on a real GPU.
 #![deny(unsafe_code)]
