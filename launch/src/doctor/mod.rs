@@ -30,7 +30,7 @@ use zrt_kernels::gpu::driver::Vendor;
 /// `zlaunch doctor`
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// Look with this configuration's [device]: the kind of device, and where the vendor's libraries are
+    /// Look with this configuration's `device` section: the kind of device, and where the vendor's libraries are
     #[arg(value_name = "TRAIN.TOML")]
     pub file: Option<PathBuf>,
     /// Override a key of it
