@@ -125,7 +125,7 @@ fn device(gpu: Gpu) -> Vec<Case> {
     let mut unlocked = harmless("host memory may not be locked", &format!("fault={}", refused.join(","))).with("zero.offload_param=cpu");
     unlocked.says.push("RLIMIT_MEMLOCK".into());
     cases.push(unlocked);
-    cases.push(case("a kernel fails", "launch:adamw_f32:1@1", &["rank 1: ", "719"]));
+    cases.push(case("a kernel fails", "launch:adamw_f32:1@1", &["rank 1: stream '", "719"]));
     let inline = ["rank 1: stream 'update', adamw: ", "719"];
     cases.push(case("the same, each waited for", "launch:adamw_f32:1@1", &inline).with("device.mode=inline"));
     cases.push(case("any kernel fails", "launch:*:300@0", &["rank 0: ", "719"]));

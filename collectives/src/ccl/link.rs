@@ -138,7 +138,10 @@ impl Link {
                 return Err(self.explain(self.library.check(what, (name, code), comm).err()));
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(Error::Rendezvous(format!("{}: {what}: {name} is still in progress at its deadline", self.library.name())));
+                return Err(Error::Rendezvous(format!(
+                    "{}: {what}: {name} is still in progress at its deadline; raise comm.init_timeout_seconds if it only needs longer, NCCL_DEBUG=INFO shows what it waits for",
+                    self.library.name()
+                )));
             }
             std::thread::sleep(nap);
             nap = (nap * 2).min(Duration::from_millis(5));

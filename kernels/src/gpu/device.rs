@@ -125,6 +125,7 @@ impl GpuDevice {
             threaded: options.mode != Mode::Inline,
             chaos,
             trace: None,
+            streams: Arc::default(),
         };
         let raw = driver.stream("setup")?;
         if options.trace {

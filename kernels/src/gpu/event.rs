@@ -45,18 +45,23 @@ impl Span {
         }
     }
 
-    /// A device says that something failed, not what.
-    pub fn blame(&self, stream: &str, error: Error) -> Error {
+    /// In words; `None`: there were none.
+    fn says(&self) -> Option<String> {
+        let (first, last) = self.ends.as_ref()?;
+        Some(if self.count == 1 { first.to_string() } else { format!("{first} to {last} ({} operations)", self.count) })
+    }
+
+    /// A device says that something failed, not what: with what `stream` and the others were at.
+    pub fn blame(&self, stream: &Shared, error: Error) -> Error {
         if matches!(error, Error::Task { .. }) {
             return error;
         }
-        let task = match (&self.ends, self.count) {
-            (Some((only, _)), 1) => only.to_string(),
-            (Some((first, last)), n) => format!("{first} to {last} ({n} operations under way)"),
-            (None, _) => "between operations, perhaps by those of another stream".to_string(),
-        };
-        let hint = if self.count == 1 { "" } else { "; device.mode = \"inline\" names the operation" };
-        Error::Task { stream: stream.to_string(), task, why: format!("{error}{hint}") }
+        let others = stream.others();
+        let also = if others.is_empty() { String::new() } else { format!("; also under way: {}", others.join(", ")) };
+        // One operation at a time: it is the one.
+        let hint = if self.count == 1 && others.is_empty() { "" } else { "; device.mode = \"inline\" names the operation" };
+        let task = self.says().unwrap_or_else(|| "between operations".into());
+        Error::Task { stream: stream.name.to_string(), task, why: format!("{error}{also}{hint}") }
     }
 }
 
@@ -85,6 +90,14 @@ impl Point {
     /// Whether it is of this stream, whose order holds anyway.
     pub fn is_of(&self, stream: &Arc<Shared>) -> bool {
         std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(stream))
+    }
+
+    /// What the device may be at before it, if that can be told without waiting.
+    pub fn under_way(&self) -> Option<String> {
+        match &*self.state.try_lock().ok()? {
+            State::Issued(_, held, _) => held.span.says(),
+            _ => None,
+        }
     }
 
     /// Its stream failed: what should be before it was not issued. Called before [`Point::issue`].
@@ -154,7 +167,12 @@ impl Point {
         let State::Issued(_, held, _) = std::mem::replace(&mut *state, State::Pending) else { return None };
         // A device fails as a whole: what was waited for comes first.
         let before = held.waits.iter().find_map(|point| point.settle()?.err());
-        let own = || passed.map(|_| ()).map_err(|e| held.span.blame(&self.stream, e));
+        let own = || {
+            passed.map(|_| ()).map_err(|e| match self.owner.upgrade() {
+                Some(stream) => held.span.blame(&stream, e),
+                None => e,
+            })
+        };
         let outcome = before.map_or_else(own, Err).and_then(|()| self.doomed().map_or(Ok(()), Err));
         let outcome = held.checks.into_iter().fold(outcome, |so_far, check| so_far.and_then(|()| check()));
         *state = State::Passed(outcome.clone());

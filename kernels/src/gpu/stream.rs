@@ -20,7 +20,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,8 @@ pub(super) struct Setup {
     /// Seed of random delays before tasks.
     pub chaos: Option<u64>,
     pub trace: Option<Arc<Base>>,
+    /// All of the device.
+    pub streams: Arc<Mutex<Vec<Weak<Shared>>>>,
 }
 
 /// A timeline, and a moment that the device and the host both have a time for.
@@ -97,7 +99,7 @@ pub(super) struct Shared {
     /// Inline mode: who issues.
     pub(super) runner: Mutex<Option<ThreadId>>,
     chaos_state: AtomicU64,
-    pub(super) me: std::sync::Weak<Shared>,
+    pub(super) me: Weak<Shared>,
 }
 
 thread_local! {
@@ -134,6 +136,7 @@ impl GpuStream {
             runner: Mutex::new(None),
             me: me.clone(),
         });
+        lock(&shared.setup.streams).push(shared.me.clone());
         let worker = if shared.setup.threaded {
             let inner = shared.clone();
             let thread = std::thread::Builder::new().name(name.replace('\0', " ")).spawn(move || inner.work());
@@ -204,6 +207,17 @@ impl Shared {
     fn fail(&self, error: Error) {
         lock(&self.error).get_or_insert(error);
         self.failed.store(true, Ordering::Release);
+    }
+
+    /// What the other streams of the device are at, as far as that can be told without waiting.
+    pub(super) fn others(&self) -> Vec<String> {
+        let Ok(mut streams) = self.setup.streams.try_lock() else { return Vec::new() };
+        streams.retain(|s| s.strong_count() > 0);
+        let at = |s: Arc<Shared>| {
+            let span = s.points.try_lock().ok()?.iter().find_map(|p| p.under_way())?;
+            Some(format!("{span} on '{}'", s.name))
+        };
+        streams.iter().filter(|s| !s.ptr_eq(&self.me)).filter_map(|s| at(s.upgrade()?)).collect()
     }
 
     /// Lets go of what the device has passed.
@@ -373,7 +387,7 @@ impl Shared {
                 points.push_back(point.clone());
             }
             Err(e) => {
-                let e = held.span.blame(&self.name, e);
+                let e = held.span.blame(self, e);
                 self.fail(e.clone());
                 // Whatever the device still does with these: it has failed.
                 point.pass(Err(self.failure().err().unwrap_or(e)));
