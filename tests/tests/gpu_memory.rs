@@ -36,9 +36,10 @@ fn config(kind: &str) -> Config {
     let library = zrt_driver::library().unwrap();
     let here = std::path::Path::new(".");
     let libraries = ["driver", "compiler", "collectives"].map(|role| format!("{role} = \"{}\"\n", library.display())).concat();
+    let kernels = env!("CARGO_TARGET_TMPDIR");
     let text = format!(
         "[model]\npath = \"m\"\n[[dataset]]\npath = \"d.jsonl\"\n[training]\nsteps = 1\nseq_len = 8\n[comm]\ngather = \"library\"\n\
-         [device]\nkind = \"{kind}\"\nthreads = 1\nkernel_folder = \"target/none\"\n[device.libraries]\n{libraries}"
+         [device]\nkind = \"{kind}\"\nthreads = 1\nkernel_folder = \"{kernels}\"\n[device.libraries]\n{libraries}"
     );
     Config::parse(&text, here, here, &[]).unwrap()
 }
