@@ -58,7 +58,7 @@ impl CclComm {
             let [scratch, flag] = options.memory(ranks).map(hold);
             let (scratch, flag) = (scratch?, flag?);
             let watched = Arc::new(Watched::new(Board::new(control.clone())));
-            let watch = Watch::start(link.clone(), watched.clone(), options.train_timeout)?;
+            let watch = Watch::start(link.clone(), watched.clone(), options.train_timeout, options.heartbeat_timeout)?;
             Ok((scratch, flag, device.event()?, watched, watch))
         });
         match joined {

@@ -53,9 +53,10 @@ pub struct CclOptions {
     pub name: String,
     /// Time for all ranks to meet and for the library to connect them.
     pub init_timeout: Duration,
-    /// Time that the device may stay in one collective.
+    /// Time that the device may stay in one collective, waiting for a rank that comes late.
     pub train_timeout: Duration,
-    /// Time without a sign of life after which a process counts as lost. At least 0.5 s.
+    /// Time without a sign of life after which a process counts as lost, and in which a collective that all ranks have come to must make its way
+    /// (beside 10 s for each GB). At least 0.5 s.
     pub heartbeat_timeout: Duration,
     /// Sums have the bits of the fixed tree over ranks; otherwise what the library's order gives.
     pub deterministic: bool,

@@ -15,6 +15,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use zrt_kernels::{Device, Event};
 
+/// The least that ranks' devices move in a second while all of them are in a collective: far below any link between GPUs.
+const LEAST_BYTES_PER_S: f64 = 100e6;
+
 /// Time between looks.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -119,10 +122,13 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    pub fn start(link: Arc<Link>, watched: Arc<Watched>, train_timeout: Duration) -> Result<Watch> {
+    /// Gives up a collective that this device has been in for `train_timeout`, and one that the devices of all ranks have been in for `stall`
+    /// beside the time that its bytes take.
+    pub fn start(link: Arc<Link>, watched: Arc<Watched>, train_timeout: Duration, stall: Duration) -> Result<Watch> {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
         let stopped = stop.clone();
-        let mut round = Round { link, watched, train_timeout, stuck: Patience::new(), at: None };
+        let (stuck, together) = (Patience::new(), Patience::new());
+        let mut round = Round { link, watched, train_timeout, stall, stuck, together, at: None };
         let spawned = std::thread::Builder::new().name("ccl watch".into()).spawn(move || {
             loop {
                 if let Some(error) = round.look() {
@@ -156,8 +162,11 @@ struct Round {
     link: Arc<Link>,
     watched: Arc<Watched>,
     train_timeout: Duration,
+    stall: Duration,
     /// Time in the collective `at`.
     stuck: Patience,
+    /// Time since all ranks are in it.
+    together: Patience,
     at: Option<u64>,
 }
 
@@ -185,11 +194,20 @@ impl Round {
         if here != self.at || here.is_none() {
             self.at = here;
             self.stuck.reset();
+            self.together.reset();
             return None;
         }
         let (sequence, call) = current?;
         let secs = self.stuck.spend();
-        if secs < self.train_timeout {
+        let control = &self.link.control;
+        let mut stalled = false;
+        if control.peers().all(|peer| control.progress(peer).1 >= sequence) {
+            // Nobody waits for a rank any more: what is left is the library's own work.
+            stalled = self.together.spend() >= self.stall + Duration::from_secs_f64(call.bytes() as f64 / LEAST_BYTES_PER_S);
+        } else {
+            self.together.reset();
+        }
+        if !stalled && secs < self.train_timeout {
             return None;
         }
         let (culprit, state) = self.culprit(sequence);
