@@ -207,10 +207,10 @@ fn contradictions_tell_the_fix() {
     says(&["lora.dropout=1.0"], &["lora.dropout = 1 is a probability"]);
     says(&["lora.r=0"], &["lora.r = 0: an adapter has rank 1 or more"]);
     says(&["training.micro_batch_group=6"], &["training.micro_batch_group = 6: expected a power of two"]);
-    says(&["device.kind=cuda"], &["device.kind = \"cuda\": this build has no GPU device yet"]);
-    says(&["device.kind=hip"], &["this build has no GPU device yet"]);
+    says(&["device.kind=rocm"], &["device.kind = \"rocm\": AMD's devices are \"hip\" here"]);
+    says(&["device.kind=cpu", "comm.backend=ccl"], &["comm.backend = \"ccl\" is for GPUs"]);
     says(&["device.kind=tpu"], &["\"tpu\" is not known"]);
-    says(&["comm.backend=nccl"], &["comm.backend = \"nccl\" is not known; known: auto, local"]);
+    says(&["comm.backend=nccl"], &["comm.backend = \"nccl\" is not known; known: auto, local, ccl"]);
     says(&["eval.interval=5"], &["there is no [[eval_dataset]]"]);
     let text = load(GOOD, &["training.epochs=1", "zero.offload_param=cpu", "optimizer.lr=0", "lora.r=0"]).unwrap_err();
     assert_eq!(text.lines().count(), 4, "all at once:\n{text}");

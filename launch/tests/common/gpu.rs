@@ -15,13 +15,15 @@ pub const BOTH: [Gpu; 2] = [CUDA, HIP];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gpu(pub &'static str);
 
-/// Whether kernels can be emulated here; says "not run" if not.
+/// Whether kernels can be emulated here; says "not run" if not. They are compiled when this returns, so that a run's deadlines are about the run.
 pub fn can_run() -> bool {
     let compiler = ["g++", "clang++"].iter().any(|c| Command::new(c).arg("--version").output().is_ok_and(|o| o.status.success()));
     if !compiler {
         println!("not run: no C++ compiler for the emulated kernels");
+        return false;
     }
-    compiler
+    ["sm_90", "gfx942"].iter().for_each(|arch| zrt_driver::prepare(arch).unwrap());
+    true
 }
 
 impl Gpu {

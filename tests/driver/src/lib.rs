@@ -89,11 +89,14 @@ pub fn library() -> Result<PathBuf, String> {
 }
 
 /// Compiles all kernels for the host, for this machine (`sm_90`, `gfx942`), as far as nobody did: otherwise each is when it is first
-/// launched, which takes longer than a program with a GPU may expect.
+/// launched, which takes longer than a program with a GPU may expect. Of several processes one compiles and the others wait.
 ///
 /// # Errors
 /// An unknown machine, no C++ compiler, or what it says.
 pub fn prepare(arch: &str) -> Result<(), String> {
+    let path = library()?.with_file_name("prepare.lock");
+    let turn = std::fs::File::create(&path).and_then(|file| file.lock().map(|()| file));
+    let _turn = turn.map_err(|e| format!("{}: {e}", path.display()))?;
     let known = Arch::known(arch).ok_or_else(|| format!("unknown machine {arch}"))?;
     let kernels = Kernels::of(&device::build(&known))?;
     let sources = table::SOURCES.iter().map(|(name, _)| *name).filter(|name| table::kernels().any(|k| k.source == *name));
