@@ -209,8 +209,9 @@ fn contradictions_tell_the_fix() {
     says(&["training.micro_batch_group=6"], &["training.micro_batch_group = 6: expected a power of two"]);
     says(&["device.kind=rocm"], &["device.kind = \"rocm\": AMD's devices are \"hip\" here"]);
     says(&["device.kind=cpu", "comm.backend=ccl"], &["comm.backend = \"ccl\" is for GPUs"]);
+    says(&["device.kind=hip", "comm.backend=local"], &["comm.backend = \"local\" is for CPU ranks"]);
     says(&["device.kind=tpu"], &["\"tpu\" is not known"]);
-    says(&["comm.backend=nccl"], &["comm.backend = \"nccl\" is not known; known: auto, local, ccl"]);
+    says(&["comm.backend=nccl"], &["comm.backend = \"nccl\" is not known (did you mean \"ccl\"?)"]);
     says(&["eval.interval=5"], &["there is no [[eval_dataset]]"]);
     let text = load(GOOD, &["training.epochs=1", "zero.offload_param=cpu", "optimizer.lr=0", "lora.r=0"]).unwrap_err();
     assert_eq!(text.lines().count(), 4, "all at once:\n{text}");

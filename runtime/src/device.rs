@@ -165,6 +165,11 @@ pub fn resolve(config: &mut Config, ranks: usize) -> Result<String> {
     if config.device.kind == "cpu" {
         return Ok(String::new());
     }
+    // Collectives through the host's memory are asked for: they are CPU ranks'.
+    if asked.is_none() && config.comm.backend == "local" {
+        config.device.kind = "cpu".into();
+        return Ok("device: CPU, since comm.backend = \"local\"".into());
+    }
     let mut notes = Vec::new();
     for vendor in asked.map_or(Vendor::ALL.to_vec(), |v| vec![v]) {
         let found = match find(vendor, &libraries) {

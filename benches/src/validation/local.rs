@@ -27,7 +27,7 @@ pub struct Setting {
 pub struct Measured {
     /// Number in [`settings`].
     pub index: usize,
-    /// Mean seconds of the steps after the first.
+    /// Median seconds of the steps after the first.
     pub secs: f64,
     /// Bytes that rank 0 held after the last.
     pub bytes: u64,
@@ -89,7 +89,7 @@ pub fn prepare(folder: &Path, model: &Path) -> Result<std::path::PathBuf> {
     write("rows.jsonl", &rows)?;
     let text = format!(
         "[model]\npath = \"{}\"\n[lora]\nr = 16\nalpha = 32\n[[dataset]]\npath = \"rows.jsonl\"\ntype = \"tokenized\"\n[data]\n\
-         cache_folder = \"cache\"\n[training]\nseq_len = {SEQ}\nglobal_batch_size = 4\nsteps = 3\n[checkpoint]\nfolder = \"out\"\n",
+         cache_folder = \"cache\"\n[training]\nseq_len = {SEQ}\nglobal_batch_size = 4\nsteps = 6\n[checkpoint]\nfolder = \"out\"\n",
         model.display()
     );
     write("train.toml", &text)
@@ -105,8 +105,9 @@ fn config(file: &Path, setting: &Setting) -> Result<Config> {
 /// Whatever stops the job.
 pub fn measure(file: &Path, index: usize, setting: &Setting) -> Result<Measured> {
     let rates = zrt::rate::steps(&config(file, setting)?, setting.ranks)?;
-    let warm = &rates.steps[1.min(rates.steps.len())..];
-    let secs = warm.iter().map(|s| s.secs).sum::<f64>() / warm.len().max(1) as f64;
+    let mut warm: Vec<f64> = rates.steps.iter().skip(1).map(|s| s.secs).collect();
+    warm.sort_by(f64::total_cmp);
+    let secs = warm.get(warm.len() / 2).copied().unwrap_or(0.0);
     Ok(Measured { index, secs, bytes: rates.steps.last().map_or(0, |s| s.memory_bytes) })
 }
 

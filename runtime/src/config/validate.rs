@@ -204,6 +204,9 @@ fn sharding(c: &Config, f: &mut Findings) {
     let kind = if c.device.kind == "rocm" { "hip" } else { &c.device.kind };
     f.when(c.device.kind == "rocm", &["device.kind"], || "device.kind = \"rocm\": AMD's devices are \"hip\" here".into());
     f.name("device.kind", kind, &kinds);
+    f.when(c.comm.backend == "local" && ["cuda", "hip"].contains(&kind), &["comm.backend", "device.kind"], || {
+        format!("comm.backend = \"local\" is for CPU ranks, device.kind = \"{kind}\" is a GPU: use \"auto\" or \"ccl\"")
+    });
     f.when(c.comm.backend == "ccl" && c.device.kind == "cpu", &["comm.backend", "device.kind"], || {
         "comm.backend = \"ccl\" is for GPUs, device.kind = \"cpu\" is not one: use \"auto\" or \"local\"".into()
     });
