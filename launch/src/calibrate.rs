@@ -43,6 +43,8 @@ struct Sample {
     flops: f64,
     bytes: f64,
     secs: f64,
+    /// Of which by one rank on all cores, and by as many ranks as cores.
+    ways: [f64; 2],
 }
 
 /// What is measured, at which sizes.
@@ -124,6 +126,7 @@ fn samples(effort: &Effort, cores: usize) -> Result<Vec<Sample>, Fault> {
                 bytes: w.bytes,
                 // As many calls as ranks in the time of one.
                 secs: (w.secs + e.secs / cores as f64) / 2.0,
+                ways: [w.secs, e.secs / cores as f64],
             }));
         }
     }
@@ -203,6 +206,7 @@ fn sheet(name: &str, effort: &Effort, cores: usize, samples: &[Sample], folder: 
         ops,
         op_overhead: number(rate::task_secs()?),
         overlap: Overlap::SharedCores,
+        rank_per_core: Some(number(rank_per_core(samples))),
         host_link: None,
     };
     let machine = Machine {
@@ -223,6 +227,13 @@ fn sheet(name: &str, effort: &Effort, cores: usize, samples: &[Sample], folder: 
         price: None,
     };
     Ok(Sheet { part: Some(part), machine: Some(machine) })
+}
+
+/// How much faster a rank on each core is than one on all: the time of all operations one way, over that the other way.
+fn rank_per_core(samples: &[Sample]) -> f64 {
+    let total = |way: usize| samples.iter().map(|s| s.ways[way]).sum::<f64>();
+    let ratio = total(0) / total(1);
+    if ratio.is_finite() && ratio > 0.0 { ratio } else { 1.0 }
 }
 
 /// Products by shape. The ceiling is the highest rate seen, in registers or in a product.
@@ -330,10 +341,11 @@ fn summary(sheet: &Sheet, path: &Path) -> String {
         }
         let shares = (100.0 * part.memory.efficiency.value, 1e6 * part.op_overhead.value);
         out.push(format!(
-            "memory: {:.1} GB/s, simple operations {:.0} % of it; {:.1} us a task",
+            "memory: {:.1} GB/s, simple operations {:.0} % of it; {:.1} us a task; a rank on each core is {:.2} times as fast as one on all",
             part.memory.bandwidth.value / 1e9,
             shares.0,
-            shares.1
+            shares.1,
+            part.rank_per_core.as_ref().map_or(1.0, |n| n.value)
         ));
     }
     if let Some(m) = &sheet.machine {

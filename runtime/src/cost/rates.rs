@@ -80,7 +80,10 @@ impl<'a> Rates<'a> {
             PartKind::Gpu => 1.0,
             PartKind::Cpu => {
                 let cores = cluster.machine.host.cores as f64;
-                (threads as f64 / cores).min(1.0 / cluster.devices as f64)
+                let faster = cluster.part.rank_per_core.as_ref().map_or(1.0, |n| n.rate(case));
+                // Of the mean of both times: one rank on all cores takes longer, ranks on a core each take less.
+                let pace = if threads == 1 { (1.0 + faster) / 2.0 } else { (1.0 + 1.0 / faster) / 2.0 };
+                pace * (threads as f64 / cores).min(1.0 / cluster.devices as f64)
             }
         };
         Rates { cluster, share, threads, case }

@@ -56,6 +56,10 @@ pub struct Part {
     pub op_overhead: Number,
     /// How streams slow each other while they run together.
     pub overlap: Overlap,
+    /// CPU: how much faster operations are where each core has a rank of its own than where one rank has all cores, whose threads have to
+    /// meet in every operation. Rates are those of the mean of both times.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank_per_core: Option<Number>,
     /// Link to the host; absent on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_link: Option<HostLink>,
