@@ -169,3 +169,50 @@ fn the_time_of_a_prediction_is_printed() {
     }
     println!("{:.2} ms a configuration of a 70B", secs * 1e3 / f64::from(count));
 }
+
+/// At most 250 ns an operation is asked for, in a release build on a quiet machine; a test asserts nothing about time. Everything that a
+/// step enqueues counts, and so does all of the trainer around it.
+#[test]
+fn time_of_a_simulated_operation() {
+    use std::sync::Arc;
+    use zrt::engine::{Engine, StepInput};
+    use zrt_collectives::{Communicator, SimComm};
+    use zrt_kernels::sim::{SimDevice, SimOptions};
+    let sets = ["zero.stage=3", "zero.offload_param=none", "zero.offload_optimizer=none", "zero.resident_bytes=0"];
+    let more = ["activation_checkpoint.mode=full", "training.micro_batch_size=1", "training.micro_batch_group=1"];
+    let config = config("train8b.toml", &[&sets[..], &more].concat());
+    let batch = config.resolve(8).unwrap();
+    let options = zrt::job::engine_options(&config, &batch).unwrap();
+    let part = zrt::job::ModelPart::open(&config).unwrap();
+    let device = SimDevice::with_sizes(SimOptions { threads: 1 }, |_| 0).unwrap();
+    let comm = Arc::new(SimComm::new(8).on(device.link()));
+    let mut engine = Engine::new(device.clone(), comm.clone(), part.model.clone(), options).unwrap();
+    let hp = zrt_kernels::AdamW { lr: 0.0, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, step: 1 };
+    let n = engine.options().shape.tokens;
+    let host = zrt::data::HostBatch {
+        ids: vec![0; n],
+        labels: vec![0; n],
+        positions: vec![0; n],
+        cu_seqlens: [vec![0], vec![n as i32; n]].concat(),
+        documents: 1,
+        trained: n as u64,
+        tokens: n as u64,
+        samples: Vec::new(),
+    };
+    let batch = |_| Ok(Some(host.clone()));
+    let mut step = || engine.step(&StepInput { step: 0, hp, trained_tokens: n as u64, batch: &batch, stop: false }).unwrap();
+    step();
+    device.reset_counts();
+    let before = comm.counts();
+    let begun = std::time::Instant::now();
+    (0..5).for_each(|_| {
+        step();
+    });
+    let secs = begun.elapsed().as_secs_f64();
+    let (c, after) = (device.counts(), comm.counts());
+    let collectives = after.all_gather + after.reduce_scatter + after.all_reduce - before.all_gather - before.reduce_scatter - before.all_reduce;
+    let moves = [c.copies, c.fills, c.writes, c.reads].iter().map(|m| m.calls).sum::<u64>();
+    let all = c.ops.values().map(|o| o.calls).sum::<u64>() + moves + collectives;
+    println!("{all} operations, copies and collectives of 5 steps of an 8B model on 8 ranks: {:.0} ns each", secs * 1e9 / all as f64);
+    assert!(all > 5 * 1000);
+}
