@@ -210,7 +210,8 @@ fn time_of_a_simulated_operation() {
     });
     let secs = begun.elapsed().as_secs_f64();
     let (c, after) = (device.counts(), comm.counts());
-    let collectives = after.all_gather + after.reduce_scatter + after.all_reduce - before.all_gather - before.reduce_scatter - before.all_reduce;
+    let collectives =
+        after.all_gather + after.reduce_scatter + after.all_reduce - before.all_gather - before.reduce_scatter - before.all_reduce;
     let moves = [c.copies, c.fills, c.writes, c.reads].iter().map(|m| m.calls).sum::<u64>();
     let all = c.ops.values().map(|o| o.calls).sum::<u64>() + moves + collectives;
     println!("{all} operations, copies and collectives of 5 steps of an 8B model on 8 ranks: {:.0} ns each", secs * 1e9 / all as f64);
