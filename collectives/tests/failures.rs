@@ -267,7 +267,12 @@ fn child_rank() {
         return mismatch(&comm, DIFFERENT[kind.parse::<usize>().unwrap()]);
     }
     if case == "abort" {
+        // An abort that finds another rank still joining ends its join.
+        store.set(&format!("joined {rank}"), &[]).unwrap();
         if rank == 1 {
+            (0..ranks).for_each(|r| {
+                store.get(&format!("joined {r}"), LONG).unwrap();
+            });
             comm.abort("loss is NaN");
         }
         let error = lost(&comm, comm.barrier("wait", s));

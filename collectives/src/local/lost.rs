@@ -72,6 +72,8 @@ impl LostCell {
         match self.kind.load(Relaxed) {
             TIMEOUT => {
                 let (what, secs) = waited.map_or((a, self.secs.load(Relaxed)), |(what, secs)| (what.to_string(), secs));
+                // Nobody waits for itself: who is named reads what the other one said.
+                let rank = if rank == other { by } else { rank };
                 Error::Timeout { rank, what, culprit: other, state: b, secs }
             }
             MISMATCH => Error::Mismatch { sequence: self.sequence.load(Relaxed), rank: by, here: a, other, there: b },
