@@ -2,9 +2,8 @@
 //! gradient by `kernels/gpu/cross_entropy.cu`, then `dw` and `dx` by two more products before the next chunk. The gradient of the logits
 //! has the type of x, so that all products run on matrix cores; all tokens are computed, trained or not: which are, only the GPU knows.
 
-use super::launch::Form;
-use super::launch::{Address, Call, Fault, Kernel, Launcher, by_type, workspace_of};
-use super::linear::{Product, gemm};
+use super::launch::{Address, Call, Dense, Fault, Form, Kernel, Launcher, by_type, workspace_of};
+use super::linear::gemm;
 use super::params::params;
 use crate::{DType, Error, OpShape, Result, Stream, View, ViewMut, Weight, Write, checks};
 
@@ -93,7 +92,7 @@ pub(super) fn linear_cross_entropy<L: Launcher>(
         (true, _) => gradient,
     };
     let ld = row(vocab);
-    let product = |form, c, c_dtype, a, b, (m, n, k): (usize, usize, usize), lda, ldc, write| Product {
+    let product = |form: Form, c, c_dtype, a, b, (m, n, k): (usize, usize, usize), lda, ldc, write| Dense {
         form,
         dtype,
         c_dtype,
@@ -105,9 +104,9 @@ pub(super) fn linear_cross_entropy<L: Launcher>(
         n,
         k,
         lda,
+        ldb: form.row_of_b(n, k),
         ldc,
-        parts: 1,
-        write,
+        add: write == Write::Add,
     };
     let mut write = dw.map_or(Write::Set, |d| d.1);
     let chunk = chunk_tokens(tokens, vocab).max(1);
@@ -116,7 +115,7 @@ pub(super) fn linear_cross_entropy<L: Launcher>(
         let skip = |base: Address, bytes: usize| if base.0 == 0 { base } else { base.offset(first * bytes) };
         let xs = skip(px, hidden * dtype.bytes());
         let p = product(Form::Nt, logits, DType::F32, xs, pw, (rows, vocab, hidden), hidden, ld, Write::Set);
-        gemm(&mut call, OP, arch, p)?;
+        gemm(&mut call, OP, arch, p, 1)?;
         let params = CrossEntropy {
             fault: Address(0),
             loss: skip(ploss, size_of::<f32>()),
@@ -134,19 +133,19 @@ pub(super) fn linear_cross_entropy<L: Launcher>(
         // Before dx, which may replace x.
         if pdw.0 != 0 {
             let p = product(Form::Tn, pdw, DType::F32, dlogits, xs, (vocab, hidden, rows), ld, hidden, write);
-            gemm(&mut call, OP, arch, p)?;
+            gemm(&mut call, OP, arch, p, 1)?;
             write = Write::Add;
         }
         if pdx.0 != 0 {
             let to = skip(pdx, hidden * dtype.bytes());
             let p = product(Form::Nn, to, dtype, dlogits, pw, (rows, hidden, vocab), ld, hidden, Write::Set);
-            gemm(&mut call, OP, arch, p)?;
+            gemm(&mut call, OP, arch, p, 1)?;
         }
     }
     // Of no tokens: zero, which an empty product writes.
     if tokens == 0 && pdw.0 != 0 && write == Write::Set {
         let p = product(Form::Tn, pdw, DType::F32, px, px, (vocab, hidden, 0), vocab, hidden, write);
-        gemm(&mut call, OP, arch, p)?;
+        gemm(&mut call, OP, arch, p, 1)?;
     }
     call.run(s)
 }

@@ -74,6 +74,13 @@ pub enum Form {
     Tn,
 }
 
+impl Form {
+    /// Elements of a row of b, of a product with `n` columns and sums of `k` terms.
+    pub fn row_of_b(self, n: usize, k: usize) -> usize {
+        if self == Form::Nt { k } else { n }
+    }
+}
+
 /// A dense product of row-major matrices, `c [M,N] (+)= a b + bias`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dense {
@@ -97,7 +104,7 @@ pub struct Dense {
     pub n: usize,
     /// Terms of each sum.
     pub k: usize,
-    /// Elements between rows of a.
+    /// Elements between rows of a; behind the columns there may be anything that is finite, as in c.
     pub lda: usize,
     /// Elements between rows of b.
     pub ldb: usize,
@@ -236,7 +243,6 @@ impl<'a, L: Launcher> Call<'a, L> {
     }
 
     /// As [`Call::read`], of an operand that may be left out: then 0.
-    #[allow(dead_code)]
     pub fn read_some(&mut self, view: Option<&View>) -> Result<Address> {
         view.map_or(Ok(Address(0)), |v| self.read(v))
     }

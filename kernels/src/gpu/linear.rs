@@ -60,37 +60,14 @@ const PART_TOKENS: usize = 512;
 /// Rows of a block in sums of rows.
 const GROUP_ROWS: usize = 64;
 
-/// One product of dense matrices, `c [M,N] (+)= a b^T + bias`, in `parts` parts of K.
-pub(super) struct Product {
-    pub form: Form,
-    /// Storage type of a, b and bias.
-    pub dtype: DType,
-    /// Of c: that, or f32.
-    pub c_dtype: DType,
-    /// `[parts, M, N]`; more than one part: f32.
-    pub c: Address,
-    pub a: Address,
-    pub b: Address,
-    /// 0: none.
-    pub bias: Address,
-    pub m: usize,
-    pub n: usize,
-    pub k: usize,
-    /// Elements between rows of a, and of c; behind the columns there may be anything that is finite.
-    pub lda: usize,
-    pub ldc: usize,
-    pub parts: usize,
-    pub write: Write,
-}
-
-/// Adds the launch of a product.
-pub(super) fn gemm<L: Launcher>(call: &mut Call<'_, L>, op: &'static str, arch: &Arch, p: Product) -> Result<()> {
+/// Adds the launch of a product, in `parts` parts of K; of more than one, c is f32, `[parts, M, N]`.
+pub(super) fn gemm<L: Launcher>(call: &mut Call<'_, L>, op: &'static str, arch: &Arch, p: Dense, parts: usize) -> Result<()> {
     // A tile may reach past the end, in 32 bits.
     if [p.m, p.n, p.k].iter().any(|n| *n > i32::MAX as usize - 4096) {
         return Err(Error::Shape { op, what: format!("a product of {} x {} x {} is more than 32 bits can count", p.m, p.n, p.k) });
     }
     let (bytes, c_bytes) = (p.dtype.bytes(), p.c_dtype.bytes());
-    let (lda, ldb) = (p.lda, if p.form == Form::Nt { p.k } else { p.n });
+    let (lda, ldb) = (p.lda, p.ldb);
     let step = STEP_BYTES / bytes;
     let wide = p.c_dtype == DType::F32;
     let params = Gemm {
@@ -105,10 +82,10 @@ pub(super) fn gemm<L: Launcher>(call: &mut Call<'_, L>, op: &'static str, arch: 
         m: p.m as i32,
         n: p.n as i32,
         k: p.k as i32,
-        k_split: p.k.div_ceil(p.parts).next_multiple_of(step) as i32,
+        k_split: p.k.div_ceil(parts).next_multiple_of(step) as i32,
         vector: whole_16(&[p.a.0, p.b.0, (lda * bytes) as u64, (ldb * bytes) as u64]).into(),
         vector_c: whole_16(&[p.c.0, (p.ldc * c_bytes) as u64]).into(),
-        add: (p.write == Write::Add).into(),
+        add: p.add.into(),
         unused: 0,
     };
     let kernel = match p.form {
@@ -117,14 +94,12 @@ pub(super) fn gemm<L: Launcher>(call: &mut Call<'_, L>, op: &'static str, arch: 
         Form::Tn => by_type(p.dtype, "gemm_tn_f32", "gemm_tn_bf16"),
     };
     let stages = STAGES[usize::from(arch.lanes == 64)];
-    let grid = [p.m.div_ceil(TILE) * p.n.div_ceil(TILE), 1, p.parts];
+    let grid = [p.m.div_ceil(TILE) * p.n.div_ceil(TILE), 1, parts];
     let shared_bytes = stages * 2 * TILE * STEP_BYTES;
-    if p.parts > 1 {
+    if parts > 1 {
         return call.launch(kernel, grid, THREADS, shared_bytes, &params);
     }
-    let Product { form, dtype, c_dtype, c, a, b, bias, m, n, k, lda, ldc, .. } = p;
-    let dense = Dense { form, dtype, c_dtype, c, a, b, bias, m, n, k, lda, ldb, ldc, add: p.write == Write::Add };
-    call.launch_dense(kernel, grid, THREADS, shared_bytes, &params, dense)
+    call.launch_dense(kernel, grid, THREADS, shared_bytes, &params, p)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -143,7 +118,7 @@ pub(super) fn forward<L: Launcher>(
     const OP: &str = "linear";
     checks::linear(y, x, w, bias, tokens, inputs, outputs)?;
     let mut call = Call::new(launcher, OP);
-    let product = Product {
+    let product = Dense {
         form: Form::Nt,
         dtype: x.dtype(),
         c_dtype: y.dtype(),
@@ -155,11 +130,11 @@ pub(super) fn forward<L: Launcher>(
         n: outputs,
         k: inputs,
         lda: inputs,
+        ldb: inputs,
         ldc: outputs,
-        parts: 1,
-        write,
+        add: write == Write::Add,
     };
-    gemm(&mut call, OP, launcher.arch(), product)?;
+    gemm(&mut call, OP, launcher.arch(), product, 1)?;
     call.run(s)
 }
 
@@ -215,8 +190,9 @@ pub(super) fn backward<L: Launcher>(
         let (c, b) = (call.write(dx)?, call.read(&w.view)?);
         let (m, n, k) = (tokens, inputs, outputs);
         let (form, bias) = (Form::Nn, Address(0));
-        let product = Product { form, dtype, c_dtype: dtype, c, a: pdy, b, bias, m, n, k, lda: outputs, ldc: inputs, parts: 1, write };
-        gemm(&mut call, OP, arch, product)?;
+        let (ldb, add) = (form.row_of_b(n, k), write == Write::Add);
+        let product = Dense { form, dtype, c_dtype: dtype, c, a: pdy, b, bias, m, n, k, lda: outputs, ldb, ldc: inputs, add };
+        gemm(&mut call, OP, arch, product, 1)?;
     }
     if let (Some((dw, write)), Some(x)) = (dw, x) {
         let (out, b) = (call.write(dw)?, call.read(x)?);
@@ -224,8 +200,9 @@ pub(super) fn backward<L: Launcher>(
         let (m, n, k) = (outputs, inputs, tokens);
         let (c, set) = if parts > 1 { (call.part(weight_bytes)?, Write::Set) } else { (out, write) };
         let (form, c_dtype, bias) = (Form::Tn, DType::F32, Address(0));
-        let product = Product { form, dtype, c_dtype, c, a: pdy, b, bias, m, n, k, lda: outputs, ldc: inputs, parts, write: set };
-        gemm(&mut call, OP, arch, product)?;
+        let (ldb, add) = (form.row_of_b(n, k), set == Write::Add);
+        let product = Dense { form, dtype, c_dtype, c, a: pdy, b, bias, m, n, k, lda: outputs, ldb, ldc: inputs, add };
+        gemm(&mut call, OP, arch, product, parts)?;
         if parts > 1 {
             column_sum(&mut call, out, write, c, parts, m * n)?;
         }
