@@ -4,7 +4,7 @@
 
 use super::elementwise::{blocks, for_each_item};
 #[cfg(target_arch = "x86_64")]
-use super::matmul::amx::tile::{self, SIDE, STEP, STEP_ELEMS, Tiles};
+use super::matmul::pairs::{SIDE, STEP, STEP_ELEMS, Unit, amx::Tiles};
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
 #[cfg(target_arch = "x86_64")]
@@ -59,11 +59,9 @@ unsafe fn tiles(rounds: usize) -> (f32, usize) {
     let (a, b, mut c) = (vec![0u32; STEPS * STEP_ELEMS], vec![0u32; STEPS * STEP_ELEMS], vec![0f32; SIDE * SIDE]);
     // SAFETY: AMX by contract; A and B hold all steps, C the sums.
     unsafe {
-        let configured = Tiles::configure();
+        let tiles = Tiles::ready();
         for _ in 0..rounds {
-            tile::begin(&configured, c.as_ptr(), true);
-            tile::multiply(&configured, STEPS, a.as_ptr().cast(), b.as_ptr().cast());
-            tile::end(&configured, c.as_mut_ptr());
+            tiles.long_product(Avx512Bf16::assume(), STEPS, a.as_ptr().cast(), b.as_ptr().cast(), c.as_mut_ptr(), true);
         }
     }
     (c[0], rounds * STEPS * SIDE * SIDE * STEP * 2)

@@ -77,7 +77,7 @@ pub(super) fn product(m: usize, n: usize, k: usize, alpha: f32, write: Write) ->
 
 /// Whether f32 adapters are split to bf16 for products with bf16 activations.
 pub(super) fn splits(pool: &Pool) -> bool {
-    pool.isa().has_tiles()
+    pool.isa().has_pairs()
 }
 
 /// For each adapter `t = drop(x) A^T`, `y += scale * t B^T`. `x [N,I]`.

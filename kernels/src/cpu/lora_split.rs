@@ -153,7 +153,7 @@ pub fn forward(
 
 /// [`matmul_terms`] of either type of result.
 fn sum(pool: &Pool, c: FloatMut<'_>, stride: usize, terms: &[(Operand<'_>, Operand<'_>, usize)], p: Product<'_>) {
-    if !pool.isa().has_tiles() {
+    if !pool.isa().has_pairs() {
         // Tests run this path on any machine: one product after the other.
         let mut c = c;
         for (i, (a, b, k)) in terms.iter().enumerate() {

@@ -72,7 +72,7 @@ pub fn linear_cross_entropy(
     vocab: usize,
     workspace: &mut [f32],
 ) -> Result<()> {
-    let narrow = pool.isa().has_tiles() && matches!(w, Float::Bf16(_));
+    let narrow = pool.isa().has_pairs() && matches!(w, Float::Bf16(_));
     linear_cross_entropy_as(narrow, pool, loss, x, dw, w, labels, grad_scale, tokens, hidden, vocab, workspace)
 }
 

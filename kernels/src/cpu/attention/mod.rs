@@ -1,7 +1,7 @@
 //! Causal grouped-query attention over packed documents with an online softmax (Dao 2023), forward and backward, in tiles:
 //! scores exist for one tile of keys and one block of queries at a time, never as an `N x N` matrix.
 //!
-//! Two ways: [`vectors`] for every processor and type, [`tiles`] for bf16 where there is AMX. Both keep scores transposed,
+//! Two ways: [`vectors`] for every processor and type, [`tiles`] for bf16 where pairs have instructions. Both keep scores transposed,
 //! `[keys][queries]`: then keys are used as they lie in memory and the softmax needs no sums across lanes.
 //!
 //! A work item of forward is one (document, kv head, some of its queries), of backward one (document, kv head), which adds to the
@@ -15,6 +15,8 @@ mod tests;
 mod tiles;
 mod vectors;
 
+#[cfg(target_arch = "x86_64")]
+use super::matmul::pairs::by_unit;
 use super::operand::{Operand, Raw};
 use super::pool::Pool;
 use crate::{Attention, Error, Result};
@@ -144,9 +146,9 @@ pub struct Backward {
 pub fn forward(pool: &Pool, t: Forward, cu_seqlens: &[i32], documents: usize, tokens: usize, shape: Attention) -> Result<()> {
     let groups = groups(boundaries("attention", cu_seqlens, documents, tokens)?, shape);
     #[cfg(target_arch = "x86_64")]
-    if pool.isa().has_tiles() && tiles::serve(&[t.q, t.k, t.v], shape) {
+    if pool.isa().has_pairs() && tiles::serve(&[t.q, t.k, t.v], shape) {
         // SAFETY: an `Isa` of this level exists only where the unit was detected.
-        unsafe { tiles::forward(pool, t, &groups) };
+        by_unit!(pool.isa(), U => unsafe { tiles::forward::<U>(pool, t, &groups) });
         return Ok(());
     }
     vectors::forward(pool, t, &groups);
@@ -160,9 +162,9 @@ pub fn backward(pool: &Pool, t: Backward, cu_seqlens: &[i32], documents: usize, 
     // Long documents first, so that none is left for the end.
     groups.sort_by_key(|group| std::cmp::Reverse((group.document.tokens, group.document.start, group.kv_head)));
     #[cfg(target_arch = "x86_64")]
-    if pool.isa().has_tiles() && tiles::serve(&[t.dout, t.q, t.k, t.v], shape) {
+    if pool.isa().has_pairs() && tiles::serve(&[t.dout, t.q, t.k, t.v], shape) {
         // SAFETY: as in forward.
-        unsafe { tiles::backward(pool, t, tokens, &groups) };
+        by_unit!(pool.isa(), U => unsafe { tiles::backward::<U>(pool, t, tokens, &groups) });
         return Ok(());
     }
     vectors::backward(pool, t, tokens, &groups);
@@ -172,9 +174,9 @@ pub fn backward(pool: &Pool, t: Backward, cu_seqlens: &[i32], documents: usize, 
 /// `Ok` when attention on `isa` agrees with its vectors; part of the check before first use.
 pub(crate) fn self_check(isa: super::simd::Isa) -> std::result::Result<(), String> {
     #[cfg(target_arch = "x86_64")]
-    if isa.has_tiles() {
+    if isa.has_pairs() {
         // SAFETY: an `Isa` of this level exists only where the unit was detected.
-        return unsafe { tiles::self_check(isa) };
+        return by_unit!(isa, U => unsafe { tiles::self_check::<U>(isa) });
     }
     let _ = isa;
     Ok(())

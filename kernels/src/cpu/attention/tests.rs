@@ -1,6 +1,8 @@
 //! Both ways against the naive function in f64, its differences, and themselves.
 
 use super::*;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::matmul::pairs::{amx::Tiles, dots::Dots};
 use crate::cpu::reference::{self, Values};
 
 struct Case {
@@ -50,8 +52,10 @@ fn inputs(case: &Case, bf16: bool, seed: u32) -> Inputs {
 enum Way {
     /// As the pool's instruction set says.
     Chosen,
-    /// On tiles, by the processor or emulated; vectors are the pool's.
-    Tiles,
+    /// On tiles of AMX, by the processor or emulated; vectors are the pool's.
+    Amx,
+    /// On tiles of the pool's vectors.
+    Dots,
 }
 
 /// The ways that this machine can go for a storage type.
@@ -59,8 +63,8 @@ fn ways(bf16: bool) -> Vec<Way> {
     let mut ways = vec![Way::Chosen];
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if bf16 {
-        crate::cpu::matmul::amx::emulate::install();
-        ways.push(Way::Tiles);
+        crate::cpu::matmul::pairs::emulate::install();
+        ways.extend([Way::Amx, Way::Dots]);
     }
     let _ = bf16;
     ways
@@ -93,17 +97,22 @@ fn run(pool: &Pool, case: &Case, way: Way, x: &mut Inputs) -> Vec<Vec<f32>> {
             backward(pool, bw, &bounds, case.documents.len(), tokens, shape).unwrap();
         }
         #[cfg(target_arch = "x86_64")]
-        Way::Tiles => {
+        Way::Amx | Way::Dots => {
             let groups = groups(boundaries("test", &bounds, case.documents.len(), tokens).unwrap(), shape);
             assert!(tiles::serve(&[q, k, v, bw.dout], shape));
             // SAFETY: the unit is there or emulated since `ways`.
             unsafe {
-                tiles::forward(pool, fw, &groups);
-                tiles::backward(pool, bw, tokens, &groups);
+                if way == Way::Amx {
+                    tiles::forward::<Tiles>(pool, fw, &groups);
+                    tiles::backward::<Tiles>(pool, bw, tokens, &groups);
+                } else {
+                    tiles::forward::<Dots>(pool, fw, &groups);
+                    tiles::backward::<Dots>(pool, bw, tokens, &groups);
+                }
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        Way::Tiles => unreachable!(),
+        Way::Amx | Way::Dots => unreachable!(),
     }
     vec![o.f32s(), lse, dq.f32s(), dk.f32s(), dv.f32s()]
 }
@@ -203,7 +212,7 @@ fn tiles_match_the_naive_function_at_their_borders() {
 #[test]
 fn heads_do_not_know_of_each_other() {
     let pool = Pool::new(2).unwrap();
-    for way in ways(true).into_iter().filter(|way| *way == Way::Tiles) {
+    for way in ways(true).into_iter().filter(|way| *way != Way::Chosen) {
         for window in [None, Some(100)] {
             let case = Case::new(&[200, 150], 6, 1, 64, window);
             let mut x = inputs(&case, true, 9);

@@ -4,20 +4,21 @@
 //! item packs what it needs of B (and of A, where it cannot be read in place) into its thread's scratch, sums tiles in registers over blocks of `k` (the partial sums of
 //! a block of the result stay in scratch), and rounds once at the end. Blocks of `k` depend on `k` alone and every element is one
 //! chain of multiply-adds per block, so the bits do not depend on how many items or threads there are. After Goto and van de
-//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS. Tiles of AMX have their own blocks (`amx`).
+//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), and BLIS. Where pairs of bf16 have an instruction of their own they
+//! have their own blocks too ([`pairs`]).
 #![allow(unsafe_code)]
 
-#[cfg(target_arch = "x86_64")]
-pub(in crate::cpu) mod amx;
 mod pack;
+#[cfg(target_arch = "x86_64")]
+pub(in crate::cpu) mod pairs;
 mod tile;
 
 use super::float::{Elem, Float, FloatMut, Shared};
 use super::pool::{Pool, SCRATCH_ELEMS};
-use super::simd::{Isa, Level, Simd, simd_fn};
+use super::simd::{Isa, Simd, simd_fn};
 use crate::Write;
 use std::ops::Range;
-use tile::{Finish, Packing, Pairs, PanelA, Singles};
+use tile::{Finish, PanelA};
 
 /// Values of `k` per block: long sums make the start and the end of a tile cheap. A tile's panel of A lies in the first-level cache
 /// and its panel of B comes from the second, which keeps up with 64 bytes in 6 cycles. Measured in docs/performance.md.
@@ -89,37 +90,35 @@ pub fn matmul(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Op
 
 /// Two `bf16` operands go to the instructions for them, whatever the shape: a token's result must not depend on how many there are.
 fn by_level<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
-    match (pool.isa().level(), a.data, b.data) {
-        #[cfg(target_arch = "x86_64")]
-        (Level::Amx, Float::Bf16(x), Float::Bf16(y)) => {
-            if let Some(c) = checked(c, stride, &a, &b, &p) {
-                // SAFETY: an `Isa` of this level exists only where the unit was detected; operands are checked.
-                unsafe { amx::blocks(pool, c, stride, &[amx::Term { a, x, b, y, k: p.k }], p) }
-            }
+    #[cfg(target_arch = "x86_64")]
+    if let (true, Float::Bf16(x), Float::Bf16(y)) = (pool.isa().has_pairs(), a.data, b.data) {
+        if let Some(c) = checked(c, stride, &a, &b, &p) {
+            // SAFETY: the level says which unit is there; operands are checked.
+            unsafe { pairs::blocks_by_level(pool, c, stride, &[pairs::Term { a, x, b, y, k: p.k }], p) }
         }
-        (Level::Avx512Bf16, Float::Bf16(_), Float::Bf16(_)) => blocks::<C, Pairs>(pool, c, stride, a, b, p),
-        _ => blocks::<C, Singles>(pool, c, stride, a, b, p),
+        return;
     }
+    blocks(pool, c, stride, a, b, p)
 }
 
-/// `c [m,n] = sum of a b over `terms` + bias (+ c)` of bf16 operands on tiles, with one rounding; a term is (a, b, length of its sums),
-/// `p.k` is not read. Panics where there are no tiles, or an operand is shorter than its shape.
+/// `c [m,n] = sum of a b over `terms` + bias (+ c)` of bf16 operands, with one rounding; a term is (a, b, length of its sums),
+/// `p.k` is not read. Panics where pairs have no instructions, or an operand is shorter than its shape.
 pub fn matmul_terms<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, terms: &[(Operand<'_>, Operand<'_>, usize)], p: Product<'_>) {
-    assert!(pool.isa().has_tiles(), "matmul_terms: no tiles on {}", pool.isa().name());
+    assert!(pool.isa().has_pairs(), "matmul_terms: no products of pairs on {}", pool.isa().name());
     #[cfg(target_arch = "x86_64")]
     {
         assert!(terms.len() <= MAX_TERMS, "matmul_terms: {} terms, at most {MAX_TERMS}", terms.len());
-        let mut all = [amx::Term::EMPTY; MAX_TERMS];
+        let mut all = [pairs::Term::EMPTY; MAX_TERMS];
         for (term, (a, b, k)) in all.iter_mut().zip(terms) {
             let (Float::Bf16(x), Float::Bf16(y)) = (a.data, b.data) else { panic!("matmul_terms: operands are not bf16") };
             a.check("a", p.m, *k);
             b.check("b", p.n, *k);
-            *term = amx::Term { a: *a, x, b: *b, y, k: *k };
+            *term = pairs::Term { a: *a, x, b: *b, y, k: *k };
         }
         let Some((a, b, k)) = terms.first() else { return };
         if let Some(c) = checked(c, stride, a, b, &Product { k: *k, ..p }) {
-            // SAFETY: an `Isa` with tiles exists only where the unit was detected; operands are checked.
-            unsafe { amx::blocks(pool, c, stride, &all[..terms.len()], p) }
+            // SAFETY: the level says which unit is there; operands are checked.
+            unsafe { pairs::blocks_by_level(pool, c, stride, &all[..terms.len()], p) }
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -151,7 +150,7 @@ fn checked<'a, C>(c: &'a mut [C], stride: usize, a: &Operand<'_>, b: &Operand<'_
     Some(Shared::new(c))
 }
 
-fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+fn blocks<C: Elem>(pool: &Pool, c: &mut [C], stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
     let (m, n) = (p.m, p.n);
     let Some(c) = checked(c, stride, &a, &b, &p) else { return };
     let (tile_rows, tile_cols) = tile_shape(pool.isa());
@@ -163,7 +162,7 @@ fn blocks<C: Elem, P: Packing>(pool: &Pool, c: &mut [C], stride: usize, a: Opera
     pool.for_each_scratch(down * across, |item, scratch| {
         let (i, j) = (item / across, item % across);
         let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
-        run_item::<C, P>(pool.isa(), &job, rows, cols, scratch);
+        run_item::<C>(pool.isa(), &job, rows, cols, scratch);
     });
 }
 
@@ -196,29 +195,15 @@ simd_fn! {
     }
 }
 
-fn run_item<C: Elem, P: Packing>(isa: Isa, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa.level() == Level::Avx512Bf16 && P::PAIRS {
-        #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-        fn with_pairs<C: Elem, P: Packing>(job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-            // SAFETY: the features of this function are those that the type proves.
-            item_body::<_, C, P>(unsafe { super::simd::avx512::Avx512Bf16::assume() }, job, rows, cols, scratch)
-        }
-        // SAFETY: an `Isa` of this level exists only where the processor has these features.
-        return unsafe { with_pairs::<C, P>(job, rows, cols, scratch) };
-    }
-    item::<C, P>(isa, job, rows, cols, scratch)
-}
-
 simd_fn! {
-    fn item[S, C: Elem, P: Packing](s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-        item_body::<S, C, P>(s, job, rows, cols, scratch)
+    fn run_item[S, C: Elem](s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+        item_body::<S, C>(s, job, rows, cols, scratch)
     }
 }
 
 /// Computes rows `rows` and columns `cols` of the result.
 #[inline(always)]
-fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+fn item_body<S: Simd, C: Elem>(s: S, job: &Job<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
     let (packed_a, rest) = scratch.split_at_mut(PACKED_A);
     let (packed_b, rest) = rest.split_at_mut(PACKED_B);
     let (partial, rest) = rest.split_at_mut(PARTIAL);
@@ -233,17 +218,17 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
     let block_m = rows.len().div_ceil(rows.len().div_ceil(BLOCK_M)).next_multiple_of(height);
     for kb in 0..k_blocks {
         let ks = (kb * block_k).min(job.p.k)..((kb + 1) * block_k).min(job.p.k);
-        let steps = pack::steps::<P>(ks.len());
+        let steps = ks.len();
         let (first, complete) = (kb == 0, kb + 1 == k_blocks);
         // SAFETY: ranges were checked against the operands; a block fits PACKED_B.
-        unsafe { pack::pack_b::<S, P>(s, packed_b.as_mut_ptr(), &job.b, cols.clone(), ks.clone()) };
+        unsafe { pack::pack_b::<S>(s, packed_b.as_mut_ptr(), &job.b, cols.clone(), ks.clone()) };
         let mut top = rows.start;
         while top < rows.end {
             let block = top..(top + block_m).min(rows.end);
-            let in_place = pack::readable::<P>(&job.a).filter(|_| block.len().is_multiple_of(height));
+            let in_place = pack::readable(&job.a).filter(|_| block.len().is_multiple_of(height));
             if in_place.is_none() {
                 // SAFETY: as above; BLOCK_M rows fit PACKED_A.
-                unsafe { pack::pack_a::<S, P>(s, packed_a.as_mut_ptr(), &job.a, block.clone(), ks.clone()) };
+                unsafe { pack::pack_a::<S>(s, packed_a.as_mut_ptr(), &job.a, block.clone(), ks.clone()) };
             }
             let mut done = 0;
             while done < cols.len() {
@@ -262,16 +247,16 @@ fn item_body<S: Simd, C: Elem, P: Packing>(s: S, job: &Job<'_, C>, rows: Range<u
                         let sums = partial.as_mut_ptr().add(place);
                         let before = (!first).then_some((sums as *const f32, panel_cols));
                         if !complete {
-                            tile::full_tile::<S, P>(s, vectors, steps, a, b, sums, panel_cols, before);
+                            tile::full_tile::<S>(s, vectors, steps, a, b, sums, panel_cols, before);
                             continue;
                         }
                         let c = job.c.ptr().add(row * job.stride + cols.start + done);
                         let (m, n) = (height.min(block.end - row), panel_cols.min(cols.len() - done));
                         if let (true, Some(c)) = (plain && m == height && n == panel_cols, C::as_f32(c)) {
-                            tile::full_tile::<S, P>(s, vectors, steps, a, b, c, job.stride, before);
+                            tile::full_tile::<S>(s, vectors, steps, a, b, c, job.stride, before);
                             continue;
                         }
-                        tile::full_tile::<S, P>(s, vectors, steps, a, b, last.as_mut_ptr(), width, before);
+                        tile::full_tile::<S>(s, vectors, steps, a, b, last.as_mut_ptr(), width, before);
                         let how = Finish { bias: if how.bias.is_null() { how.bias } else { how.bias.add(done) }, ..how };
                         tile::finish::<S, C>(s, last.as_ptr(), width, c, job.stride, m, n, how);
                     }

@@ -34,13 +34,6 @@ pub(super) struct Case {
 /// A product under test: [`matmul`] or one of its paths.
 pub(super) type By = fn(&Pool, FloatMut<'_>, usize, Operand<'_>, Operand<'_>, Product<'_>);
 
-fn by_pairs(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
-    match c {
-        FloatMut::F32(c) => blocks::<_, Pairs>(pool, c, stride, a, b, p),
-        FloatMut::Bf16(c) => blocks::<_, Pairs>(pool, c, stride, a, b, p),
-    }
-}
-
 /// Result and reference of one case, as f32 and f64.
 fn run(pool: &Pool, c: Case, by: By) -> (Vec<f32>, Vec<f64>) {
     let Case { m, n, k, .. } = c;
@@ -116,19 +109,6 @@ fn blocks_of_every_dimension() {
     for (m, n, k) in [(519, 17, 401), (29, 1045, 9), (151, 65, 1201), (1, 1, 3000), (300, 200, 768)] {
         for bits in [0b000011, 0b011101, 0b110110, 0b101000] {
             check(&pool, case(m, n, k, bits));
-        }
-    }
-}
-
-#[test]
-fn pairs_of_bf16_give_the_same_products() {
-    // Everywhere but on AVX512-BF16 the pair instruction is emulated: this tests the packing.
-    for isa in Isa::available() {
-        let pool = Pool::with_isa(1, isa).unwrap();
-        for bits in 0..64 {
-            for (m, n, k) in [(37, 45, 53), (20, 50, 800), (4, 9, 1)] {
-                check_with(&pool, Case { half_in: true, ..case(m, n, k, bits) }, by_pairs);
-            }
         }
     }
 }

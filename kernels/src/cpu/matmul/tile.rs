@@ -3,28 +3,6 @@
 use crate::cpu::float::Elem;
 use crate::cpu::simd::{Simd, prefetch};
 
-/// Whether packed operands hold one `f32` or two `bf16` in 32 bits.
-pub trait Packing: Copy + Send + Sync + 'static {
-    /// Two `bf16`, neighbours along `k`.
-    const PAIRS: bool;
-}
-
-/// `f32` values; `bf16` is widened while packing.
-#[derive(Clone, Copy)]
-pub struct Singles;
-
-/// Pairs of `bf16`, for instructions that multiply pairs.
-#[derive(Clone, Copy)]
-pub struct Pairs;
-
-impl Packing for Singles {
-    const PAIRS: bool = false;
-}
-
-impl Packing for Pairs {
-    const PAIRS: bool = true;
-}
-
 /// A packed panel of A: element (row, step) is at `base + row * row_stride + step * step_stride`.
 #[derive(Clone, Copy)]
 pub struct PanelA {
@@ -44,7 +22,7 @@ pub struct PanelA {
 /// # Safety
 /// `a` holds `S::TILE_ROWS` rows (at least `MR`) and `b` `NV` vectors of `steps` steps; `out` is valid for `MR` rows of `NV` vectors.
 #[inline(always)]
-pub unsafe fn tile<S: Simd, P: Packing, const MR: usize, const NV: usize>(
+pub unsafe fn tile<S: Simd, const MR: usize, const NV: usize>(
     s: S,
     steps: usize,
     a: PanelA,
@@ -86,7 +64,7 @@ pub unsafe fn tile<S: Simd, P: Packing, const MR: usize, const NV: usize>(
             let av = s.splat(unsafe { *rows[r].add(at) });
             let mut j = 0;
             while j < NV {
-                acc[r][j] = if P::PAIRS { s.dot_pairs(av, bv[j], acc[r][j]) } else { s.fma(av, bv[j], acc[r][j]) };
+                acc[r][j] = s.fma(av, bv[j], acc[r][j]);
                 j += 1;
             }
             r += 1;
@@ -126,7 +104,7 @@ pub unsafe fn tile<S: Simd, P: Packing, const MR: usize, const NV: usize>(
 /// As [`tile`], with `1 <= vectors <= S::TILE_VECTORS`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-pub unsafe fn full_tile<S: Simd, P: Packing>(
+pub unsafe fn full_tile<S: Simd>(
     s: S,
     vectors: usize,
     steps: usize,
@@ -139,12 +117,12 @@ pub unsafe fn full_tile<S: Simd, P: Packing>(
     // SAFETY: passed on; conditions on constants leave the tiles of other instruction sets out.
     unsafe {
         match (S::TILE_ROWS, S::TILE_VECTORS, vectors) {
-            (4, 1, _) => tile::<S, P, 4, 1>(s, steps, a, b, out, out_stride, before),
-            (6, 2, 2) => tile::<S, P, 6, 2>(s, steps, a, b, out, out_stride, before),
-            (6, 2, _) => tile::<S, P, 6, 1>(s, steps, a, b, out, out_stride, before),
-            (8, 3, 3) => tile::<S, P, 8, 3>(s, steps, a, b, out, out_stride, before),
-            (8, 3, 2) => tile::<S, P, 8, 2>(s, steps, a, b, out, out_stride, before),
-            (8, 3, _) => tile::<S, P, 8, 1>(s, steps, a, b, out, out_stride, before),
+            (4, 1, _) => tile::<S, 4, 1>(s, steps, a, b, out, out_stride, before),
+            (6, 2, 2) => tile::<S, 6, 2>(s, steps, a, b, out, out_stride, before),
+            (6, 2, _) => tile::<S, 6, 1>(s, steps, a, b, out, out_stride, before),
+            (8, 3, 3) => tile::<S, 8, 3>(s, steps, a, b, out, out_stride, before),
+            (8, 3, 2) => tile::<S, 8, 2>(s, steps, a, b, out, out_stride, before),
+            (8, 3, _) => tile::<S, 8, 1>(s, steps, a, b, out, out_stride, before),
             _ => {}
         }
     }

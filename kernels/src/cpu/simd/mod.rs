@@ -66,7 +66,7 @@ impl Isa {
                     all.push(Isa(Level::Avx512));
                     if is_x86_feature_detected!("avx512bf16") {
                         all.push(Isa(Level::Avx512Bf16));
-                        if crate::cpu::matmul::amx::tile::detect() {
+                        if crate::cpu::matmul::pairs::amx::detect() {
                             all.push(Isa(Level::Amx));
                         }
                     }
@@ -87,9 +87,9 @@ impl Isa {
         }
     }
 
-    /// Whether products of bf16 run on tiles (AMX), many times faster than those of f32.
-    pub fn has_tiles(self) -> bool {
-        self.0 == Level::Amx
+    /// Whether pairs of bf16 are multiplied by instructions of their own (AVX512-BF16 or AMX), faster than f32.
+    pub fn has_pairs(self) -> bool {
+        self.0 >= Level::Avx512Bf16
     }
 
     #[doc(hidden)]

@@ -5,7 +5,7 @@
 
 use super::*;
 use crate::cpu::attention::take;
-use crate::cpu::matmul::amx::tile::{self, Tiles};
+use crate::cpu::matmul::pairs::pair_fn;
 use crate::cpu::pool::SCRATCH_ELEMS;
 use std::f32::consts::LOG2_E;
 
@@ -15,12 +15,12 @@ const BLOCK: usize = 4;
 /// [`super::super::backward`] on tiles.
 ///
 /// # Safety
-/// [`tile::detect`] was true (or a test emulates the unit), and [`serve`] was true of dout, q, k, v.
-pub unsafe fn backward(pool: &Pool, t: Backward, tokens: usize, groups: &[Group]) {
-    pool.for_each_scratch(groups.len(), |i, scratch| item(pool.isa(), t, tokens, groups[i], scratch));
+/// The unit can be made ready, and [`serve`] was true of dout, q, k, v.
+pub unsafe fn backward<U: Unit>(pool: &Pool, t: Backward, tokens: usize, groups: &[Group]) {
+    pool.for_each_scratch(groups.len(), |i, scratch| item::<U>(pool.isa(), t, tokens, groups[i], scratch));
 }
 
-tile_fn!(item = item_body(t: Backward, tokens: usize, group: Group, scratch: &mut [f32]));
+pair_fn! { fn item[U: Unit] = item_body(t: Backward, tokens: usize, group: Group, scratch: &mut [f32]); }
 
 /// A gradient of keys or values as f32 sums, `[tile of keys][32 of D][32 keys][32 of D]`.
 struct Sums<'a> {
@@ -69,7 +69,7 @@ struct Weights<'a> {
 }
 
 #[inline(always)]
-fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratch: &mut [f32]) {
+fn item_body<S: Simd, U: Unit>(s: S, t: Backward, tokens: usize, group: Group, mut scratch: &mut [f32]) {
     let steps = group.shape.head_dim.div_ceil(STEP);
     let wide = steps * STEP;
     let (panel_elems, sums_elems) = (steps * STEP_ELEMS, steps * SUMS);
@@ -100,7 +100,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
     // SAFETY: inputs are not written.
     let (k, v) = unsafe { (Head::of_keys(t.k, &group), Head::of_keys(t.v, &group)) };
     // SAFETY: the caller of `backward` saw that the unit is there.
-    let unit = unsafe { Tiles::configure() };
+    let unit = unsafe { U::ready() };
     for start in (0..all).step_by(most) {
         let count = most.min(all - start);
         let at = |i: usize| Panel::new(&group, start + i);
@@ -134,8 +134,8 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                         let of = |x: &[f32]| packed(&x[i * panel_elems..], 0, steps);
                         // SAFETY: operands hold `steps` steps, `p` and `dp` 32 x 32 sums.
                         unsafe {
-                            tile::product(&unit, steps, packed(keys, tile * steps, steps), of(queries), p.as_mut_ptr(), true);
-                            tile::product(&unit, steps, packed(values, tile * steps, steps), of(douts), dp.as_mut_ptr(), true);
+                            unit.product(s, steps, packed(keys, tile * steps, steps), of(queries), p.as_mut_ptr(), true);
+                            unit.product(s, steps, packed(values, tile * steps, steps), of(douts), dp.as_mut_ptr(), true);
                         }
                         mask(s, p, chunk + tile * SIDE, &panel, group.shape.window);
                         let scale = group.shape.scale * LOG2_E;
@@ -146,7 +146,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                         let a = packed(key_columns, dims * TILES + tiles.start, tiles.len());
                         // SAFETY: as above.
                         unsafe {
-                            tile::product(&unit, tiles.len(), a, packed(weights.pairs, tiles.start, tiles.len()), dq.as_mut_ptr(), begins)
+                            unit.product(s, tiles.len(), a, packed(weights.pairs, tiles.start, tiles.len()), dq.as_mut_ptr(), begins)
                         };
                     }
                 }
@@ -165,7 +165,7 @@ fn item_body<S: Simd>(s: S, t: Backward, tokens: usize, group: Group, mut scratc
                         for (dims, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
                             let b = packed(other, dims * most + from, n);
                             // SAFETY: as above.
-                            unsafe { tile::product(&unit, n, packed(weights, a, n), b, sums.as_mut_ptr(), begins) };
+                            unsafe { unit.product(s, n, packed(weights, a, n), b, sums.as_mut_ptr(), begins) };
                         }
                     }
                 }

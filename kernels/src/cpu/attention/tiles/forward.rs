@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::cpu::attention::take;
-use crate::cpu::matmul::amx::tile::{self, Tiles};
+use crate::cpu::matmul::pairs::pair_fn;
 use crate::cpu::pool::SCRATCH_ELEMS;
 
 /// [`super::super::forward`] on tiles.
 ///
 /// # Safety
-/// [`tile::detect`] was true (or a test emulates the unit), and [`serve`] was true of q, k, v.
-pub unsafe fn forward(pool: &Pool, t: Forward, groups: &[Group]) {
+/// The unit can be made ready, and [`serve`] was true of q, k, v.
+pub unsafe fn forward<U: Unit>(pool: &Pool, t: Forward, groups: &[Group]) {
     let mut items = Vec::new();
     for group in groups {
         let most = panels_of_item(group.shape.head_dim.div_ceil(STEP));
@@ -20,17 +20,17 @@ pub unsafe fn forward(pool: &Pool, t: Forward, groups: &[Group]) {
     items.sort_by_key(|(group, panels)| std::cmp::Reverse((Panel::new(group, panels.start).token, group.kv_head, group.document.start)));
     pool.for_each_scratch(items.len(), |i, scratch| {
         let (group, panels) = items[i].clone();
-        item(pool.isa(), t, group, panels, scratch);
+        item::<U>(pool.isa(), t, group, panels, scratch);
     });
 }
 
-tile_fn!(item = item_body(t: Forward, group: Group, panels: Range<usize>, scratch: &mut [f32]));
+pair_fn! { fn item[U: Unit] = item_body(t: Forward, group: Group, panels: Range<usize>, scratch: &mut [f32]); }
 
 /// What a panel carries from chunk to chunk.
 const STATE: usize = 2 * SIDE;
 
 #[inline(always)]
-fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut scratch: &mut [f32]) {
+fn item_body<S: Simd, U: Unit>(s: S, t: Forward, group: Group, panels: Range<usize>, mut scratch: &mut [f32]) {
     let steps = group.shape.head_dim.div_ceil(STEP);
     let count = panels.len();
     let panel_elems = steps * STEP_ELEMS;
@@ -55,7 +55,7 @@ fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut 
     // Exponents are of 2.
     let scale = group.shape.scale * std::f32::consts::LOG2_E;
     // SAFETY: the caller of `forward` saw that the unit is there.
-    let unit = unsafe { Tiles::configure() };
+    let unit = unsafe { U::ready() };
     for chunk in chunks(&first, &last) {
         let range = chunk_keys(&group, &last, chunk);
         k.pack_rows(s, keys, range.clone());
@@ -70,9 +70,7 @@ fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut 
             for tile in tiles.clone() {
                 let scores = &mut scores[tile * SUMS..][..SUMS];
                 // SAFETY: operands hold `steps` steps, `scores` 32 x 32 sums.
-                unsafe {
-                    tile::product(&unit, steps, packed(keys, tile * steps, steps), packed(queries, 0, steps), scores.as_mut_ptr(), true)
-                };
+                unsafe { unit.product(s, steps, packed(keys, tile * steps, steps), packed(queries, 0, steps), scores.as_mut_ptr(), true) };
                 mask(s, scores, chunk + tile * SIDE, &panel, group.shape.window);
             }
             let (top, total) = state[i * STATE..][..STATE].split_at_mut(SIDE);
@@ -91,7 +89,7 @@ fn item_body<S: Simd>(s: S, t: Forward, group: Group, panels: Range<usize>, mut 
             for (dims, o) in o.chunks_exact_mut(SUMS).enumerate() {
                 let (a, b) = (packed(values, dims * TILES + tiles.start, tiles.len()), packed(weights, tiles.start, tiles.len()));
                 // SAFETY: as above.
-                unsafe { tile::product(&unit, tiles.len(), a, b, o.as_mut_ptr(), begins) };
+                unsafe { unit.product(s, tiles.len(), a, b, o.as_mut_ptr(), begins) };
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Attention of bf16 operands on AMX tiles: 32 x 32 sums at a time, of pairs of bf16 in f32.
+//! Attention of bf16 operands where pairs have instructions: tiles of 32 x 32 sums, of pairs of bf16 in f32, by AMX or by vectors.
 //!
 //! Queries come in **panels**: 32 tokens of one head. Panel `p` of a group holds tokens `32 (p / G)..` of head `p % G`, so panels are
 //! in the order of their tokens. Keys come in chunks of [`KEYS`] from the start of the document on, in tiles of 32; a panel
-//! skips the tiles of which it sees nothing. Keys, values and queries are packed once per item and chunk (`matmul::amx::pack`),
+//! skips the tiles of which it sees nothing. Keys, values and queries are packed once per item and chunk (`matmul::pairs::pack`),
 //! zero beyond the document and beyond `D`.
 //!
 //! Scores are `[keys][queries]`. So keys and values are A operands as they lie; probabilities and their gradients, rounded to bf16,
@@ -10,7 +10,7 @@
 //! is summed over keys comes out as `[D][queries]` and is transposed once, at the end.
 //!
 //! P and dS are rounded to bf16 for the products that use them, as flash attention does on GPUs; sums, the softmax and its normalizer
-//! are f32. Tiles take subnormal values as zero: below 1e-38 in P and dS, which nothing notices.
+//! are f32. The instructions take subnormal values as zero: below 1e-38 in P and dS, which nothing notices.
 
 mod backward;
 mod forward;
@@ -22,8 +22,7 @@ use super::{Backward, Forward, Group, MAX_HEAD_DIM};
 use crate::Attention;
 use crate::cpu::float::Float;
 use crate::cpu::matmul::Operand as Strided;
-use crate::cpu::matmul::amx::pack;
-use crate::cpu::matmul::amx::tile::{SIDE, STEP, STEP_ELEMS};
+use crate::cpu::matmul::pairs::{SIDE, STEP, STEP_ELEMS, Unit, pack};
 use crate::cpu::operand::{Operand, Raw};
 use crate::cpu::pool::Pool;
 use crate::cpu::simd::{Isa, Simd};
@@ -49,7 +48,7 @@ pub fn serve(operands: &[Operand], shape: Attention) -> bool {
 ///
 /// # Safety
 /// The processor has the unit.
-pub unsafe fn self_check(isa: Isa) -> Result<(), String> {
+pub unsafe fn self_check<U: Unit>(isa: Isa) -> Result<(), String> {
     let shape = Attention { heads: 2, kv_heads: 1, head_dim: 40, window: None, scale: 0.15 };
     const TOKENS: usize = 45;
     let value = |i: usize| bf16::from_f32(((i * 37 % 101) as f32 - 50.0) / 32.0);
@@ -71,8 +70,8 @@ pub unsafe fn self_check(isa: Isa) -> Result<(), String> {
         if tiles {
             // SAFETY: by contract; all operands that `serve` asks about are bf16.
             unsafe {
-                forward(&pool, fw, &groups);
-                backward(&pool, bw, TOKENS, &groups);
+                forward::<U>(&pool, fw, &groups);
+                backward::<U>(&pool, bw, TOKENS, &groups);
             }
         } else {
             super::vectors::forward(&pool, fw, &groups);
@@ -286,24 +285,3 @@ fn store_panel<S: Simd>(s: S, to: Operand, group: &Group, panel: &Panel, x: &[f3
         unsafe { to.store(s, group.query(panel.token + i, panel.head) * d, &row[..d]) };
     }
 }
-
-/// Defines a function over [`Simd`] from its generic body, with the conversions of AVX512-BF16 at the level that has tiles.
-macro_rules! tile_fn {
-    ($name:ident = $body:ident($($arg:ident: $ty:ty),* $(,)?)) => {
-        fn $name(isa: $crate::cpu::simd::Isa $(, $arg: $ty)*) {
-            use $crate::cpu::simd::{Level, avx512::Avx512Bf16, simd_fn};
-            simd_fn! { fn in_vectors[S](s: S $(, $arg: $ty)*) { $body(s $(, $arg)*) } }
-            #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-            fn with_pairs($($arg: $ty),*) {
-                // SAFETY: the features of this function are those that the type proves.
-                $body(unsafe { Avx512Bf16::assume() } $(, $arg)*)
-            }
-            match isa.level() {
-                // SAFETY: an `Isa` of this level exists only where the processor has these features.
-                Level::Amx => unsafe { with_pairs($($arg),*) },
-                _ => in_vectors(isa $(, $arg)*),
-            }
-        }
-    };
-}
-use tile_fn;

@@ -1,17 +1,27 @@
-//! Packing for tiles: pairs of `bf16`, neighbours along `k`, in panels of 32 columns of B or 32 rows of A.
+//! Packing for products of pairs: `bf16`, neighbours along `k`, in panels of 32 columns of B or 32 rows of A.
 //!
 //! A step is 32 values of `k`: a panel of B holds 16 rows of 32 pairs for each (what the manual calls VNNI order), a panel of A 32
 //! rows of 16 pairs. What lies beyond the matrix is packed as zero, so edges cost no code in the product.
 
-use super::tile::{SIDE, STEP, STEP_ELEMS};
+use super::{SIDE, STEP, STEP_ELEMS};
 use crate::cpu::matmul::Operand;
-use crate::cpu::matmul::pack::pair;
 use crate::cpu::simd::Simd;
 use half::bf16;
 use std::ops::Range;
 
 /// Pairs of a step.
 const PAIRS: usize = STEP / 2;
+
+/// The pair of `k` and `k + 1` at `at` of each row; zero beyond `end`.
+#[inline(always)]
+unsafe fn pair(x: *const bf16, at: usize, stride: usize, k: usize, end: usize) -> u32 {
+    // SAFETY: the caller's elements are inside the operand.
+    unsafe {
+        let low = u32::from((*x.add(k * stride + at)).to_bits());
+        let high = if k + 1 < end { u32::from((*x.add((k + 1) * stride + at)).to_bits()) } else { 0 };
+        low | high << 16
+    }
+}
 
 /// Packs columns `cols` and `k` values `ks` of B: panels `distance` elements apart.
 ///

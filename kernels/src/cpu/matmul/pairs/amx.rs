@@ -5,16 +5,11 @@
 //! as much reuse as eight registers allow, and loads (8 cycles each) hide behind products (16 each). Intel, "Architecture
 //! Instruction Set Extensions", chapter AMX.
 
+use super::Unit;
+use crate::cpu::simd::Simd;
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 use std::marker::PhantomData;
-
-/// Rows and columns of a block of sums.
-pub const SIDE: usize = 32;
-/// Values of `k` per step: a row of a tile is 32 `bf16`.
-pub const STEP: usize = 32;
-/// Elements of 32 bits in a step of a packed panel: 32 rows (or columns) of 16 pairs.
-pub const STEP_ELEMS: usize = SIDE * STEP / 2;
 
 /// Operand of `ldtilecfg`: palette 1, all eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
@@ -77,58 +72,6 @@ fn permitted() -> bool {
     false
 }
 
-/// The tiles of this thread, shaped for [`multiply`] for as long as this lives (and not to be sent to another).
-pub struct Tiles(PhantomData<*const ()>);
-
-impl Tiles {
-    /// # Safety
-    /// [`detect`] was true, or a test emulates the instructions.
-    pub unsafe fn configure() -> Tiles {
-        // SAFETY: the instruction exists by contract and reads 64 bytes.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly, preserves_flags)) };
-        Tiles(PhantomData)
-    }
-}
-
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: exists where `configure` ran. Tiles in their initial state cost nothing when threads are switched.
-        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
-    }
-}
-
-/// Begins a block of 32 x 32 sums with zero, or with `c` (contiguous) unless this is its first round.
-///
-/// # Safety
-/// `c` has 1024 elements; tiles are configured.
-#[inline(always)]
-pub unsafe fn begin(_: &Tiles, c: *const f32, first: bool) {
-    // SAFETY: addresses are inside `c` by contract.
-    unsafe {
-        if first {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, nomem, preserves_flags)
-            );
-        } else {
-            asm!(
-                "tileloadd tmm0, [{c} + {row}]",
-                "tileloadd tmm1, [{c} + {row} + 64]",
-                "tileloadd tmm2, [{c} + {row} + 2048]",
-                "tileloadd tmm3, [{c} + {row} + 2112]",
-                c = in(reg) c,
-                row = in(reg) 128usize,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, readonly, preserves_flags)
-            );
-        }
-    }
-}
-
 /// The loop over steps, begun by the instructions given. All loads of a step stand before its products: while the core's other half
 /// is busy, tile loads and products do not overlap, and this order is 10 % faster then.
 macro_rules! steps {
@@ -160,15 +103,87 @@ macro_rules! steps {
     };
 }
 
-/// Adds `a [32, 32*steps] b [32*steps, 32]` to the sums that [`begin`] began. A step of `a` is 32 rows of 16 pairs, a step of `b` 16 rows
-/// of 32 pairs. Products of pairs are added in the order of `k`, so cutting a sum into several calls does not change it. For long
-/// sums: both operands come from the second-level cache, so A is asked for two steps ahead.
+/// The tiles of this thread, shaped for products for as long as this lives (and not to be sent to another).
+pub struct Tiles(PhantomData<*const ()>);
+
+impl Unit for Tiles {
+    const ROUND: usize = 64;
+
+    unsafe fn ready() -> Tiles {
+        // SAFETY: the instruction exists by contract and reads 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly, preserves_flags)) };
+        Tiles(PhantomData)
+    }
+
+    #[inline(always)]
+    unsafe fn product<S: Simd>(&self, _: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool) {
+        // SAFETY: tiles are configured for as long as `self` lives; operands by contract.
+        unsafe {
+            begin(c, first);
+            if steps > 0 {
+                steps!(steps, a, b, []);
+            }
+            end(c);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn long_product<S: Simd>(&self, _: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool) {
+        // SAFETY: as above.
+        unsafe {
+            begin(c, first);
+            multiply(steps, a, b);
+            end(c);
+        }
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: exists where `configure` ran. Tiles in their initial state cost nothing when threads are switched.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+}
+
+/// Begins a block of 32 x 32 sums with zero, or with `c` (contiguous) unless this is its first round.
+///
+/// # Safety
+/// `c` has 1024 elements; tiles are configured.
+#[inline(always)]
+unsafe fn begin(c: *const f32, first: bool) {
+    // SAFETY: addresses are inside `c` by contract.
+    unsafe {
+        if first {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, nomem, preserves_flags)
+            );
+        } else {
+            asm!(
+                "tileloadd tmm0, [{c} + {row}]",
+                "tileloadd tmm1, [{c} + {row} + 64]",
+                "tileloadd tmm2, [{c} + {row} + 2048]",
+                "tileloadd tmm3, [{c} + {row} + 2112]",
+                c = in(reg) c,
+                row = in(reg) 128usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, readonly, preserves_flags)
+            );
+        }
+    }
+}
+
+/// Adds `a [32, 32*steps] b [32*steps, 32]` to the sums that [`begin`] began, for long sums: both operands come from the second-level cache, so A is asked for two steps ahead.
 ///
 /// # Safety
 /// `a` and `b` hold `steps` steps; tiles are configured.
 #[inline(always)]
 #[rustfmt::skip]
-pub unsafe fn multiply(_: &Tiles, steps: usize, a: *const u8, b: *const u8) {
+unsafe fn multiply(steps: usize, a: *const u8, b: *const u8) {
     if steps == 0 {
         return;
     }
@@ -211,28 +226,12 @@ pub unsafe fn multiply(_: &Tiles, steps: usize, a: *const u8, b: *const u8) {
     }
 }
 
-/// [`begin`], the sum and [`end`] of operands in the first-level cache.
-///
-/// # Safety
-/// As those, and as [`multiply`].
-#[inline(always)]
-pub unsafe fn product(tiles: &Tiles, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool) {
-    // SAFETY: passed on.
-    unsafe {
-        begin(tiles, c, first);
-        if steps > 0 {
-            steps!(steps, a, b, []);
-        }
-        end(tiles, c);
-    }
-}
-
 /// Writes the sums to `c`, contiguous.
 ///
 /// # Safety
 /// `c` has 1024 elements; tiles are configured.
 #[inline(always)]
-pub unsafe fn end(_: &Tiles, c: *mut f32) {
+unsafe fn end(c: *mut f32) {
     // SAFETY: addresses are inside `c` by contract.
     unsafe {
         asm!(

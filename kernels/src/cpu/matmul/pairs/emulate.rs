@@ -1,4 +1,4 @@
-//! AMX in software, for tests: the six instructions that [`tile`](super::tile) uses, decoded from machine code.
+//! AMX in software, for tests: the six instructions that [`amx`](super::amx) uses, decoded from machine code.
 //!
 //! A processor without the unit answers them with SIGILL. The handler here reads the instruction at the faulting address, carries
 //! it out on tiles kept per thread, and returns behind it, so tests run the very bytes that an AMX machine runs: the encoding of
@@ -16,7 +16,7 @@ pub static EXECUTED: AtomicUsize = AtomicUsize::new(0);
 
 /// Makes the instructions work on this process: by the processor if it has them, else by emulation. Returns whether it is emulation.
 pub fn install() -> bool {
-    if super::tile::detect() {
+    if super::amx::detect() {
         return false;
     }
     static ONCE: Once = Once::new();

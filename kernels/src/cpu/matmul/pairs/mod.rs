@@ -1,43 +1,116 @@
-//! Products of `bf16` on AMX tiles: how a block of the result is computed.
+//! Products of pairs of `bf16`, where the processor has instructions for them: how a block of the result is computed.
 //!
 //! A call sums several products ([`Term`]s, say a layer and its adapter) into one result that is rounded once. Their `k` is cut into
 //! rounds by their lengths alone and every element is one chain in that order, so bits depend neither on items nor on threads. In a
 //! round both operands are packed: as many rows of A as the second-level cache holds, past which the panels of B (32 columns) go. Where
 //! one round is the whole sum, an item takes all rows, B is packed once per call, and sums leave the tiles only to be rounded.
 //!
-//! Nothing here but [`tile`] needs the unit: with its instructions emulated, tests run this very code on any x86-64.
+//! What multiplies a block is a [`Unit`]: the tiles of [`amx`], or the vectors of [`dots`] (AVX512-BF16). Nothing else needs either: with the
+//! instructions of AMX emulated, and pairs multiplied by any vectors, tests run this very code on any x86-64.
 
+pub(in crate::cpu) mod amx;
+pub(in crate::cpu) mod dots;
 #[cfg(all(test, target_os = "linux"))]
 pub(in crate::cpu) mod emulate;
 pub(in crate::cpu) mod pack;
 #[cfg(all(test, target_os = "linux"))]
 mod tests;
-pub(in crate::cpu) mod tile;
 
 use super::{Finish, Operand, Pool, Product, item_shape, prepare_bias};
 use crate::Write;
 use crate::cpu::float::{Elem, Float, Shared};
-use crate::cpu::simd::avx512::Avx512Bf16;
-use crate::cpu::simd::{Isa, Level, Simd, simd_fn};
+use crate::cpu::simd::Simd;
 use half::bf16;
 use std::ops::Range;
-use tile::{SIDE, STEP, STEP_ELEMS, Tiles};
 
-/// Steps of a round: 2,048 values of `k`. Sums of a round stay in the tiles.
+/// Rows and columns of a block of sums.
+pub const SIDE: usize = 32;
+/// Values of `k` per step: a row of a tile is 32 `bf16`.
+pub const STEP: usize = 32;
+/// Elements of 32 bits in a step of a packed panel: 32 rows (or columns) of 16 pairs.
+pub const STEP_ELEMS: usize = SIDE * STEP / 2;
+
+/// What multiplies blocks: 32 x 32 sums of pairs.
+pub trait Unit: Sized {
+    /// Steps of a round at most. Sums of a round stay in registers.
+    const ROUND: usize;
+
+    /// Makes the unit ready on this thread for as long as the value lives.
+    ///
+    /// # Safety
+    /// The processor has the unit, or a test emulates it.
+    unsafe fn ready() -> Self;
+
+    /// `c [32,32] = a [32, 32 steps] b [32 steps, 32]`, added to `c` unless `first`. A step of `a` is 32 rows of 16 pairs, a step of `b` 16 rows
+    /// of 32 pairs. Products of pairs are added in the order of `k`, so cutting a sum into several calls does not change it.
+    ///
+    /// # Safety
+    /// `a` and `b` hold `steps` steps, `c` 1024 elements.
+    unsafe fn product<S: Simd>(&self, s: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool);
+
+    /// [`Unit::product`] for long sums, whose operands come from the second-level cache.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn long_product<S: Simd>(&self, s: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool);
+}
+
+/// Defines a function over [`Simd`] and [`Unit`] from its generic body, with the conversions of AVX512-BF16 at the levels that have pairs:
+/// `pair_fn! { fn name[U: Unit] = body(x: f32); }` makes `fn name<U: Unit>(isa: Isa, x: f32)` of `body::<S, U>(s, x)`.
+macro_rules! pair_fn {
+    ($(#[$meta:meta])* fn $name:ident[$($G:ident : $bound:path),*] = $body:ident($($arg:ident: $ty:ty),* $(,)?);) => {
+        $(#[$meta])*
+        fn $name<$($G: $bound),*>(isa: $crate::cpu::simd::Isa $(, $arg: $ty)*) {
+            use $crate::cpu::simd::{avx512::Avx512Bf16, simd_fn};
+            simd_fn! { fn in_vectors[S $(, $G: $bound)*](s: S $(, $arg: $ty)*) { $body::<S $(, $G)*>(s $(, $arg)*) } }
+            #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+            fn with_pairs<$($G: $bound),*>($($arg: $ty),*) {
+                // SAFETY: the features of this function are those that the type proves.
+                $body::<Avx512Bf16 $(, $G)*>(unsafe { Avx512Bf16::assume() } $(, $arg)*)
+            }
+            if isa.has_pairs() {
+                // SAFETY: an `Isa` with pairs exists only where the processor has these features.
+                unsafe { with_pairs::<$($G),*>($($arg),*) }
+            } else {
+                in_vectors::<$($G),*>(isa $(, $arg)*)
+            }
+        }
+    };
+}
+pub(in crate::cpu) use pair_fn;
+
+/// `by_unit!(isa, U => expression)`: the expression with the [`Unit`] of a level that has pairs as `U`.
+macro_rules! by_unit {
+    ($isa:expr, $U:ident => $run:expr) => {
+        if $isa.level() == $crate::cpu::simd::Level::Amx {
+            type $U = $crate::cpu::matmul::pairs::amx::Tiles;
+            $run
+        } else {
+            type $U = $crate::cpu::matmul::pairs::dots::Dots;
+            $run
+        }
+    };
+}
+pub(in crate::cpu) use by_unit;
+
+/// Steps of a round that fit the scratch.
 const ROUND: usize = 64;
 /// Stretches of a round: from so many terms it takes steps.
 const STRETCHES: usize = 8;
 /// Elements of packed B: 8 panels of a whole round, more of a short one.
 const PACKED_B: usize = 8 * ROUND * STEP_ELEMS;
 /// Elements of packed A: what stays in the second-level cache while panels of B pass by.
-const PACKED_A: usize = 8 * ROUND * STEP_ELEMS;
-/// Rows and columns whose sums are kept from round to round.
-const KEPT: usize = 256;
-const SUMS: usize = KEPT * KEPT;
+const PACKED_A: usize = 4 * ROUND * STEP_ELEMS;
+/// Rows whose sums are kept from round to round.
+const KEPT_ROWS: usize = 512;
+/// Columns of the same.
+const KEPT_COLS: usize = 256;
+const SUMS: usize = KEPT_ROWS * KEPT_COLS;
 /// Columns whose bias is kept.
 const ITEM_N: usize = 1024;
 /// Elements of one block of sums.
 const BLOCK: usize = SIDE * SIDE;
+const _: () = assert!(<amx::Tiles as Unit>::ROUND <= ROUND && <dots::Dots as Unit>::ROUND <= ROUND);
 const _: () = assert!(PACKED_B + PACKED_A + SUMS + ITEM_N <= crate::cpu::pool::SCRATCH_ELEMS);
 
 /// One of the products that a call sums: `a [m,k] b [k,n]`, with the data of both.
@@ -94,9 +167,9 @@ struct Rounds {
 }
 
 impl Rounds {
-    fn new(terms: &[Term<'_>]) -> Rounds {
+    fn new(most: usize, terms: &[Term<'_>]) -> Rounds {
         let steps: usize = terms.iter().map(|t| t.k.div_ceil(STEP)).sum();
-        let count = steps.div_ceil(ROUND).max(terms.len().div_ceil(STRETCHES)).max(1);
+        let count = steps.div_ceil(most).max(terms.len().div_ceil(STRETCHES)).max(1);
         Rounds { count, steps: steps.div_ceil(count), term: 0, k: 0 }
     }
 
@@ -125,58 +198,55 @@ struct Call<'a, C> {
     p: Product<'a>,
 }
 
+/// [`blocks`] on the unit of the pool's level.
+///
+/// # Safety
+/// The level has pairs. Operands were checked against the shape.
+pub unsafe fn blocks_by_level<C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: usize, terms: &[Term<'_>], p: Product<'_>) {
+    // SAFETY: an `Isa` of a level exists only where its unit was detected; the rest by contract.
+    by_unit!(pool.isa(), U => unsafe { blocks::<U, C>(pool, c, stride, terms, p) })
+}
+
 /// `c = alpha * sum of a b over all terms + bias (+ c)`; `p.k` is not read.
 ///
 /// # Safety
-/// [`tile::detect`] was true. Operands were checked against the shape.
-pub unsafe fn blocks<C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: usize, terms: &[Term<'_>], p: Product<'_>) {
+/// The unit can be made ready. Operands were checked against the shape.
+pub unsafe fn blocks<U: Unit, C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: usize, terms: &[Term<'_>], p: Product<'_>) {
     let (m, n) = (p.m, p.n);
-    let rounds = Rounds::new(terms);
+    let rounds = Rounds::new(U::ROUND, terms);
     let cols = (PACKED_B / (rounds.steps.max(1) * STEP_ELEMS) * SIDE).min(ITEM_N);
-    let most = if rounds.count == 1 { (m.next_multiple_of(SIDE), cols) } else { (KEPT, cols.min(KEPT)) };
+    let most = if rounds.count == 1 { (m.next_multiple_of(SIDE), cols) } else { (KEPT_ROWS, cols.min(KEPT_COLS)) };
     let (rows, cols) = item_shape(pool, (m, n), most, (SIDE, SIDE));
     let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
     let call = Call { c, stride, terms, p };
     pool.for_each_scratch(down * across, |item, scratch| {
         let (i, j) = (item / across, item % across);
         let (rows, cols) = (i * rows..((i + 1) * rows).min(m), j * cols..((j + 1) * cols).min(n));
-        run_item(pool.isa(), &call, rows, cols, scratch);
+        run_item::<U, C>(pool.isa(), &call, rows, cols, scratch);
     });
 }
 
-/// One item, with the vectors of the level: beside tiles there is always the conversion to bf16.
-fn run_item<C: Elem>(isa: Isa, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-    simd_fn! { fn in_vectors[S, C: Elem](s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-        item(s, call, rows, cols, scratch)
-    } }
-    #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    fn with_pairs<C: Elem>(call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
-        // SAFETY: the features of this function are those that the type proves.
-        item(unsafe { Avx512Bf16::assume() }, call, rows, cols, scratch)
-    }
-    match isa.level() {
-        // SAFETY: an `Isa` of this level exists only where the processor has these features.
-        Level::Amx => unsafe { with_pairs(call, rows, cols, scratch) },
-        _ => in_vectors(isa, call, rows, cols, scratch),
-    }
+pair_fn! {
+    /// One item, with the vectors of the level.
+    fn run_item[U: Unit, C: Elem] = item(call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]);
 }
 
 /// Computes rows `rows` and columns `cols` of the result.
 #[inline(always)]
-fn item<S: Simd, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
+fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Range<usize>, scratch: &mut [f32]) {
     let (packed_b, rest) = scratch.split_at_mut(PACKED_B);
     let (packed_a, rest) = rest.split_at_mut(PACKED_A);
     let (sums, bias) = rest.split_at_mut(SUMS);
     let p = &call.p;
     let how = Finish { alpha: p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], p.bias, &cols), add: p.write == Write::Add };
-    let mut rounds = Rounds::new(call.terms);
+    let mut rounds = Rounds::new(U::ROUND, call.terms);
     let panels = cols.len().div_ceil(SIDE);
-    assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT && panels * SIDE <= KEPT)));
+    assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT_ROWS && panels * SIDE <= KEPT_COLS)));
     let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
     // Chunks of about one size.
     let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
     // SAFETY: the caller of `blocks` saw that the unit is there.
-    let tiles = unsafe { Tiles::configure() };
+    let unit = unsafe { U::ready() };
     for round in 0..rounds.count {
         let (stretches, count) = rounds.next(call.terms);
         let stretches = &stretches[..count];
@@ -208,16 +278,14 @@ fn item<S: Simd, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Ra
                 for (i, row) in block.clone().step_by(SIDE).enumerate() {
                     let height = SIDE.min(block.end - row);
                     // Complete sums of one round need a place only until they are rounded: one that stays in the first-level cache.
-                    let place = if first && complete { 0 } else { panel * (KEPT / SIDE) + (row - rows.start) / SIDE };
+                    let place = if first && complete { 0 } else { panel * (KEPT_ROWS / SIDE) + (row - rows.start) / SIDE };
                     // SAFETY: packed rows and panels hold the steps of the round; there is a block of sums per panel of A and B; a
                     // block of the result is inside c, and items write disjoint ones.
                     unsafe {
                         let sums = sums.as_mut_ptr().add(place * BLOCK);
                         let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
-                        tile::begin(&tiles, sums, first);
                         let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
-                        tile::multiply(&tiles, steps, a, b);
-                        tile::end(&tiles, sums);
+                        unit.long_product(s, steps, a, b, sums, first);
                         if complete {
                             let c = call.c.ptr().add(row * call.stride + cols.start + done);
                             if (height, width, how.alpha) == (SIDE, SIDE, 1.0) && how.bias.is_null() {
@@ -232,7 +300,7 @@ fn item<S: Simd, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>, cols: Ra
             }
         }
     }
-    drop(tiles);
+    drop(unit);
 }
 
 /// [`super::tile::finish`] of a whole block without bias and factor.

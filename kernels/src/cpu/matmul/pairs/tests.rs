@@ -1,29 +1,33 @@
-//! The AMX path, by its own machine code: every layout and edge, against sums in f64 and against itself.
+//! Both units, AMX by its own machine code: every layout and edge, against sums in f64 and against itself.
 //!
 //! Where there is no AMX the instructions are emulated ([`emulate`](super::emulate)), a few microseconds each, so shapes are small.
 
+use super::amx::Tiles;
+use super::dots::Dots;
 use super::*;
 use crate::Write;
 use crate::cpu::float::{Float, FloatMut};
-use crate::cpu::matmul::tests::{Case, case, check_with, result_with};
+use crate::cpu::matmul::tests::{By, Case, case, check_with, result_with};
 use crate::cpu::simd::Isa;
 use std::sync::atomic::Ordering;
 
-/// Runs a product of `bf16` operands on tiles.
-fn on_tiles(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
+/// Runs a product of `bf16` operands on a unit.
+fn on<U: Unit>(pool: &Pool, c: FloatMut<'_>, stride: usize, a: Operand<'_>, b: Operand<'_>, p: Product<'_>) {
     let (Float::Bf16(x), Float::Bf16(y)) = (a.data, b.data) else { panic!("bf16 only") };
-    // SAFETY: the instructions are there or emulated since `install`.
+    // SAFETY: the instructions are there or emulated since `install`; dots need none.
     match c {
         FloatMut::F32(c) => unsafe {
             let c = crate::cpu::matmul::checked(c, stride, &a, &b, &p);
-            c.into_iter().for_each(|c| blocks(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
+            c.into_iter().for_each(|c| blocks::<U, _>(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
         },
         FloatMut::Bf16(c) => unsafe {
             let c = crate::cpu::matmul::checked(c, stride, &a, &b, &p);
-            c.into_iter().for_each(|c| blocks(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
+            c.into_iter().for_each(|c| blocks::<U, _>(pool, c, stride, &[Term { a, x, b, y, k: p.k }], p))
         },
     }
 }
+
+const UNITS: [By; 2] = [on::<Tiles>, on::<Dots>];
 
 fn half(c: Case) -> Case {
     Case { half_in: true, ..c }
@@ -36,15 +40,17 @@ fn every_layout_and_edge() {
     let before = emulate::EXECUTED.load(Ordering::Relaxed);
     for isa in Isa::available() {
         let pool = Pool::with_isa(2, isa).unwrap();
-        for bits in (0..64).filter(|b| b & 4 == 0) {
-            check_with(&pool, half(case(37, 45, 53, bits)), on_tiles);
-            check_with(&pool, half(case(5, 3, 1, bits)), on_tiles);
+        for by in UNITS {
+            for bits in (0..64).filter(|b| b & 4 == 0) {
+                check_with(&pool, half(case(37, 45, 53, bits)), by);
+                check_with(&pool, half(case(5, 3, 1, bits)), by);
+            }
+            // Whole tiles.
+            for bits in [0b000, 0b001, 0b010, 0b011, 0b110011] {
+                check_with(&pool, half(case(64, 96, 128, bits)), by);
+            }
+            check_with(&pool, half(case(3, 5, 0, 0b110011)), by);
         }
-        // Whole tiles.
-        for bits in [0b000, 0b001, 0b010, 0b011, 0b110011] {
-            check_with(&pool, half(case(64, 96, 128, bits)), on_tiles);
-        }
-        check_with(&pool, half(case(3, 5, 0, 0b110011)), on_tiles);
     }
     let ran = emulate::EXECUTED.load(Ordering::Relaxed) > before;
     assert_eq!(ran, emulated, "the path under test did not run");
@@ -56,7 +62,7 @@ fn blocks_of_every_dimension() {
     let pool = Pool::new(2).unwrap();
     for (m, n, k) in [(545, 9, 33), (40, 520, 40), (33, 40, 1217), (1, 1, 1200)] {
         for bits in [0b000011, 0b011001, 0b110010, 0b101000] {
-            check_with(&pool, half(case(m, n, k, bits)), on_tiles);
+            UNITS.iter().for_each(|by| check_with(&pool, half(case(m, n, k, bits)), *by));
         }
     }
 }
@@ -65,6 +71,11 @@ fn blocks_of_every_dimension() {
 #[test]
 fn terms_are_one_sum() {
     emulate::install();
+    terms_are_one_sum_on::<Tiles>();
+    terms_are_one_sum_on::<Dots>();
+}
+
+fn terms_are_one_sum_on<U: Unit>() {
     let pool = Pool::new(1).unwrap();
     let (m, n) = (70, 40);
     let make =
@@ -76,7 +87,7 @@ fn terms_are_one_sum() {
         let p = Product { m, n, k, alpha: 1.0, bias: None, write: Write::Set };
         let mut whole = vec![0.0f32; m * n];
         let (a, b) = (Operand::k_inner(Float::Bf16(&x), k), Operand::k_inner(Float::Bf16(&y), k));
-        on_tiles(&pool, FloatMut::F32(&mut whole), n, a, b, p);
+        on::<U>(&pool, FloatMut::F32(&mut whole), n, a, b, p);
         let mut start = 0;
         let terms: Vec<Term<'_>> = cuts
             .iter()
@@ -89,7 +100,7 @@ fn terms_are_one_sum() {
             .collect();
         let mut parts = vec![0.0f32; m * n];
         // SAFETY: operands hold what the terms say; the instructions are there or emulated.
-        unsafe { blocks(&pool, Shared::new(&mut parts), n, &terms, p) };
+        unsafe { blocks::<U, _>(&pool, Shared::new(&mut parts), n, &terms, p) };
         assert_eq!(parts, whole, "{cuts:?}");
     }
 }
@@ -99,14 +110,16 @@ fn terms_are_one_sum() {
 fn threads_and_neighbours_do_not_change_bits() {
     emulate::install();
     let pools: Vec<_> = [1, 2, 3].iter().map(|t| Pool::new(*t).unwrap()).collect();
-    for c in [case(70, 90, 100, 0b000011), case(40, 130, 620, 0b010010), case(100, 20, 65, 0b100000)].map(half) {
-        let first = result_with(&pools[0], c, on_tiles);
-        for pool in &pools[1..] {
-            assert_eq!(result_with(pool, c, on_tiles), first, "{c:?}");
+    for by in UNITS {
+        for c in [case(70, 90, 100, 0b000011), case(40, 130, 620, 0b010010), case(100, 20, 65, 0b100000)].map(half) {
+            let first = result_with(&pools[0], c, by);
+            for pool in &pools[1..] {
+                assert_eq!(result_with(pool, c, by), first, "{c:?}");
+            }
         }
+        // Rows of A at `i * stride`: fewer rows are a prefix of the operand.
+        let (many, few) = (case(70, 40, 96, 0b000011), case(19, 40, 96, 0b000011));
+        let (many, few) = (result_with(&pools[0], half(many), by), result_with(&pools[0], half(few), by));
+        assert_eq!(many[..few.len()], few[..]);
     }
-    // Rows of A at `i * stride`: fewer rows are a prefix of the operand.
-    let (many, few) = (case(70, 40, 96, 0b000011), case(19, 40, 96, 0b000011));
-    let (many, few) = (result_with(&pools[0], half(many), on_tiles), result_with(&pools[0], half(few), on_tiles));
-    assert_eq!(many[..few.len()], few[..]);
 }
