@@ -220,10 +220,12 @@ fn softmax(
         loss[0] = (sum.ln() + f64::from(max) - f64::from(chosen)) as f32;
         if gradient {
             let probability = f64::from(row[label]) / sum;
-            row_scale(isa, row, (f64::from(grad_scale) / sum) as f32);
-            row[label] = (f64::from(grad_scale) * (probability - 1.0)) as f32;
+            row_scale(isa, row, (f64::from(grad_scale) / sum) as f32, narrow);
+            let chosen = (f64::from(grad_scale) * (probability - 1.0)) as f32;
             if narrow {
-                row_narrow(isa, row);
+                bytemuck::cast_slice_mut::<f32, u16>(row)[label] = bf16_bits(chosen);
+            } else {
+                row[label] = chosen;
             }
         }
     });
@@ -286,26 +288,23 @@ simd_fn! {
 }
 
 simd_fn! {
-    /// Rounds a row to bf16, into the first half of its place.
-    fn row_narrow[S](s: S, row: &mut [f32]) {
-        let at = row.as_mut_ptr();
+    /// Multiplies a row; with `narrow` it is rounded to bf16, into the first half of its place.
+    fn row_scale[S](s: S, row: &mut [f32], factor: f32, narrow: bool) {
+        if !narrow {
+            for x in row {
+                *x *= factor;
+            }
+            return;
+        }
+        let (at, by) = (row.as_mut_ptr(), s.splat(factor));
         let whole = row.len() / S::LANES * S::LANES;
         for i in (0..whole).step_by(S::LANES) {
             // SAFETY: inside the row; a vector is read before the halves of vectors before it are overwritten.
-            unsafe { s.store_bf16(at.cast::<u16>().add(i), s.load(at.add(i))) };
+            unsafe { s.store_bf16(at.cast::<u16>().add(i), s.mul(s.load(at.add(i)), by)) };
         }
         for i in whole..row.len() {
             // SAFETY: as above.
-            unsafe { at.cast::<u16>().add(i).write(bf16_bits(at.add(i).read())) };
-        }
-    }
-}
-
-simd_fn! {
-    fn row_scale[S](s: S, row: &mut [f32], factor: f32) {
-        let _ = s;
-        for x in row {
-            *x *= factor;
+            unsafe { at.cast::<u16>().add(i).write(bf16_bits(at.add(i).read() * factor)) };
         }
     }
 }

@@ -52,6 +52,17 @@ unsafe fn rounded(v: __m512) -> __m256i {
     }
 }
 
+/// Words of two vectors in turn: word `i` of the first is `i`, of the second `32 + i`.
+static INTERLEAVED: [u16; 64] = {
+    let mut order = [0; 64];
+    let mut i = 0;
+    while i < 32 {
+        (order[2 * i], order[2 * i + 1]) = (i as u16, 32 + i as u16);
+        i += 1;
+    }
+    order
+};
+
 macro_rules! sixteen_lanes {
     ($token:ident, { $($more:tt)* }) => {
     impl Simd for $token {
@@ -192,6 +203,15 @@ macro_rules! sixteen_lanes {
                 let (low, high) = (_mm256_loadu_si256(low.cast()), _mm256_loadu_si256(high.cast()));
                 let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
                 _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+            }
+        }
+        #[inline(always)]
+        unsafe fn load_two_of_pairs(self, low: *const u16, high: *const u16) -> [__m512; 2] {
+            // SAFETY: `self` proves AVX-512; both addresses by contract.
+            unsafe {
+                let (low, high) = (_mm512_loadu_si512(low.cast()), _mm512_loadu_si512(high.cast()));
+                let [first, second] = [&INTERLEAVED[..32], &INTERLEAVED[32..]].map(|i| _mm512_loadu_si512(i.as_ptr().cast()));
+                [_mm512_permutex2var_epi16(low, first, high), _mm512_permutex2var_epi16(low, second, high)].map(|x| _mm512_castsi512_ps(x))
             }
         }
         #[inline(always)]

@@ -227,6 +227,15 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// Both are valid for reading `LANES` elements.
     unsafe fn load_pairs(self, low: *const u16, high: *const u16) -> Self::V;
+    /// [`Simd::load_pairs`] of twice as many.
+    ///
+    /// # Safety
+    /// Both are valid for reading `2 * LANES` elements.
+    #[inline(always)]
+    unsafe fn load_two_of_pairs(self, low: *const u16, high: *const u16) -> [Self::V; 2] {
+        // SAFETY: passed on.
+        unsafe { [self.load_pairs(low, high), self.load_pairs(low.add(Self::LANES), high.add(Self::LANES))] }
+    }
     /// The lower of each lane's two bf16.
     fn pair_low(self, a: Self::V) -> Self::V;
     /// The upper of each lane's two bf16.

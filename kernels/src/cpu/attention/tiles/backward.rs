@@ -134,8 +134,8 @@ fn item_body<S: Simd, U: Unit>(s: S, t: Backward, tokens: usize, group: Group, m
                         let of = |x: &[f32]| packed(&x[i * panel_elems..], 0, steps);
                         // SAFETY: operands hold `steps` steps, `p` and `dp` 32 x 32 sums.
                         unsafe {
-                            unit.product(s, steps, packed(keys, tile * steps, steps), of(queries), p.as_mut_ptr(), true);
-                            unit.product(s, steps, packed(values, tile * steps, steps), of(douts), dp.as_mut_ptr(), true);
+                            unit.product(s, steps, packed_rows(keys, tile * steps, steps), of(queries), p.as_mut_ptr(), true);
+                            unit.product(s, steps, packed_rows(values, tile * steps, steps), of(douts), dp.as_mut_ptr(), true);
                         }
                         mask(s, p, chunk + tile * SIDE, &panel, group.shape.window);
                         let scale = group.shape.scale * LOG2_E;
@@ -143,7 +143,7 @@ fn item_body<S: Simd, U: Unit>(s: S, t: Backward, tokens: usize, group: Group, m
                     }
                     let begins = panel.keys.0 >= chunk;
                     for (dims, dq) in dq[i * sums_elems..][..sums_elems].chunks_exact_mut(SUMS).enumerate() {
-                        let a = packed(key_columns, dims * TILES + tiles.start, tiles.len());
+                        let a = packed_rows(key_columns, dims * TILES + tiles.start, tiles.len());
                         // SAFETY: as above.
                         unsafe {
                             unit.product(s, tiles.len(), a, packed(weights.pairs, tiles.start, tiles.len()), dq.as_mut_ptr(), begins)
@@ -165,7 +165,7 @@ fn item_body<S: Simd, U: Unit>(s: S, t: Backward, tokens: usize, group: Group, m
                         for (dims, sums) in sums.chunks_exact_mut(SUMS).enumerate() {
                             let b = packed(other, dims * most + from, n);
                             // SAFETY: as above.
-                            unsafe { unit.product(s, n, packed(weights, a, n), b, sums.as_mut_ptr(), begins) };
+                            unsafe { unit.product(s, n, packed_rows(weights, a, n), b, sums.as_mut_ptr(), begins) };
                         }
                     }
                 }

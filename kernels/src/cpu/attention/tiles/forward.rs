@@ -70,7 +70,9 @@ fn item_body<S: Simd, U: Unit>(s: S, t: Forward, group: Group, panels: Range<usi
             for tile in tiles.clone() {
                 let scores = &mut scores[tile * SUMS..][..SUMS];
                 // SAFETY: operands hold `steps` steps, `scores` 32 x 32 sums.
-                unsafe { unit.product(s, steps, packed(keys, tile * steps, steps), packed(queries, 0, steps), scores.as_mut_ptr(), true) };
+                unsafe {
+                    unit.product(s, steps, packed_rows(keys, tile * steps, steps), packed(queries, 0, steps), scores.as_mut_ptr(), true)
+                };
                 mask(s, scores, chunk + tile * SIDE, &panel, group.shape.window);
             }
             let (top, total) = state[i * STATE..][..STATE].split_at_mut(SIDE);
@@ -87,7 +89,7 @@ fn item_body<S: Simd, U: Unit>(s: S, t: Forward, group: Group, panels: Range<usi
                 scale_columns(s, o, &decay);
             }
             for (dims, o) in o.chunks_exact_mut(SUMS).enumerate() {
-                let (a, b) = (packed(values, dims * TILES + tiles.start, tiles.len()), packed(weights, tiles.start, tiles.len()));
+                let (a, b) = (packed_rows(values, dims * TILES + tiles.start, tiles.len()), packed(weights, tiles.start, tiles.len()));
                 // SAFETY: as above.
                 unsafe { unit.product(s, tiles.len(), a, b, o.as_mut_ptr(), begins) };
             }

@@ -22,7 +22,7 @@ use super::{Backward, Forward, Group, MAX_HEAD_DIM};
 use crate::Attention;
 use crate::cpu::float::Float;
 use crate::cpu::matmul::Operand as Strided;
-use crate::cpu::matmul::pairs::{SIDE, STEP, STEP_ELEMS, Unit, pack};
+use crate::cpu::matmul::pairs::{Rows, SIDE, STEP, STEP_ELEMS, Unit, pack};
 use crate::cpu::operand::{Operand, Raw};
 use crate::cpu::pool::Pool;
 use crate::cpu::simd::{Isa, Simd};
@@ -184,6 +184,11 @@ impl<'a> Head<'a> {
 /// A packed operand, from step `first` on.
 fn packed(x: &[f32], first: usize, steps: usize) -> *const u8 {
     x[first * STEP_ELEMS..][..steps * STEP_ELEMS].as_ptr().cast()
+}
+
+/// As [`packed`], of rows.
+fn packed_rows(x: &[f32], first: usize, steps: usize) -> Rows {
+    Rows::packed(packed(x, first, steps))
 }
 
 /// 32 queries of one head.

@@ -5,7 +5,7 @@
 //! as much reuse as eight registers allow, and loads (8 cycles each) hide behind products (16 each). Intel, "Architecture
 //! Instruction Set Extensions", chapter AMX.
 
-use super::Unit;
+use super::{Rows, Unit};
 use crate::cpu::simd::Simd;
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
@@ -82,8 +82,9 @@ macro_rules! steps {
             "tileloadd tmm4, [{a} + {row}]",
             "tileloadd tmm6, [{b} + {pairs}]",
             "tileloadd tmm7, [{b} + {pairs} + 64]",
-            "tileloadd tmm5, [{a} + {row} + 1024]",
-            "add {a}, 2048",
+            "tileloadd tmm5, [{half} + {row}]",
+            "add {a}, {step}",
+            "add {half}, {step}",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "add {b}, 2048",
@@ -91,10 +92,12 @@ macro_rules! steps {
             "tdpbf16ps tmm3, tmm5, tmm7",
             "dec {left}",
             "jnz 2b",
-            a = inout(reg) $a => _,
+            a = inout(reg) $a.at => _,
+            half = inout(reg) $a.at.wrapping_add(16 * $a.row) => _,
             b = inout(reg) $b => _,
             left = inout(reg) $steps => _,
-            row = in(reg) 64usize,
+            row = in(reg) $a.row,
+            step = in(reg) $a.step,
             pairs = in(reg) 128usize,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -108,6 +111,7 @@ pub struct Tiles(PhantomData<*const ()>);
 
 impl Unit for Tiles {
     const ROUND: usize = 64;
+    const READS_ROWS: bool = false;
 
     unsafe fn ready() -> Tiles {
         // SAFETY: the instruction exists by contract and reads 64 bytes.
@@ -116,7 +120,7 @@ impl Unit for Tiles {
     }
 
     #[inline(always)]
-    unsafe fn product<S: Simd>(&self, _: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool) {
+    unsafe fn product<S: Simd>(&self, _: S, steps: usize, a: Rows, b: *const u8, c: *mut f32, first: bool) {
         // SAFETY: tiles are configured for as long as `self` lives; operands by contract.
         unsafe {
             begin(c, first);
@@ -132,7 +136,7 @@ impl Unit for Tiles {
         // SAFETY: as above.
         unsafe {
             begin(c, first);
-            multiply(steps, a, b);
+            multiply(steps, Rows::packed(a), b);
             end(c);
         }
     }
@@ -183,7 +187,7 @@ unsafe fn begin(c: *const f32, first: bool) {
 /// `a` and `b` hold `steps` steps; tiles are configured.
 #[inline(always)]
 #[rustfmt::skip]
-unsafe fn multiply(steps: usize, a: *const u8, b: *const u8) {
+unsafe fn multiply(steps: usize, a: Rows, b: *const u8) {
     if steps == 0 {
         return;
     }

@@ -2,7 +2,7 @@
 //!
 //! A call sums several products ([`Term`]s, say a layer and its adapter) into one result that is rounded once. Their `k` is cut into
 //! rounds by their lengths alone and every element is one chain in that order, so bits depend neither on items nor on threads. In a
-//! round both operands are packed: as many rows of A as the second-level cache holds, past which the panels of B (32 columns) go. Where
+//! round both operands are packed, but for rows of A that can be read where they lie: as many rows of A as the second-level cache holds, past which the panels of B (32 columns) go. Where
 //! one round is the whole sum, an item takes all rows, B is packed once per call, and sums leave the tiles only to be rounded.
 //!
 //! What multiplies a block is a [`Unit`]: the tiles of [`amx`], or the vectors of [`dots`] (AVX512-BF16). Nothing else needs either: with the
@@ -34,6 +34,8 @@ pub const STEP_ELEMS: usize = SIDE * STEP / 2;
 pub trait Unit: Sized {
     /// Steps of a round at most. Sums of a round stay in registers.
     const ROUND: usize;
+    /// Whether rows of A are read where they lie.
+    const READS_ROWS: bool;
 
     /// Makes the unit ready on this thread for as long as the value lives.
     ///
@@ -41,18 +43,49 @@ pub trait Unit: Sized {
     /// The processor has the unit, or a test emulates it.
     unsafe fn ready() -> Self;
 
-    /// `c [32,32] = a [32, 32 steps] b [32 steps, 32]`, added to `c` unless `first`. A step of `a` is 32 rows of 16 pairs, a step of `b` 16 rows
-    /// of 32 pairs. Products of pairs are added in the order of `k`, so cutting a sum into several calls does not change it.
+    /// `c [32,32] = a [32, 32 steps] b [32 steps, 32]`, added to `c` unless `first`. A step of `b` is 16 rows of 32 pairs. Products of pairs are
+    /// added in the order of `k`, so cutting a sum into several calls does not change it.
     ///
     /// # Safety
     /// `a` and `b` hold `steps` steps, `c` 1024 elements.
-    unsafe fn product<S: Simd>(&self, s: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool);
+    unsafe fn product<S: Simd>(&self, s: S, steps: usize, a: Rows, b: *const u8, c: *mut f32, first: bool);
 
-    /// [`Unit::product`] for long sums, whose operands come from the second-level cache.
+    /// [`Unit::product`] of packed rows for long sums, whose operands come from the second-level cache.
     ///
     /// # Safety
     /// As there.
     unsafe fn long_product<S: Simd>(&self, s: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool);
+}
+
+/// 32 rows of A: 16 pairs of a row, 64 bytes, are one step.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    /// The first.
+    pub at: *const u8,
+    /// Bytes from row to row.
+    pub row: usize,
+    /// Bytes from step to step.
+    pub step: usize,
+}
+
+impl Rows {
+    /// As [`pack::pack_a`] leaves them: step after step.
+    #[inline(always)]
+    pub fn packed(at: *const u8) -> Rows {
+        Rows { at, row: 2 * STEP, step: 4 * STEP_ELEMS }
+    }
+
+    /// Of an operand whose rows run along `k`, as they lie: `None` where that is slower than packing them, since rows a multiple of 4 KiB apart
+    /// share a set of the first-level cache, and where a step is not whole.
+    fn in_place<U: Unit>(term: &Term<'_>, rows: &Range<usize>, ks: &Range<usize>) -> Option<Rows> {
+        let bytes = 2 * term.a.stride;
+        let whole = rows.len() == SIDE && ks.len().is_multiple_of(STEP) && !bytes.is_multiple_of(4096);
+        (U::READS_ROWS && term.a.k_contiguous && whole).then(|| Rows {
+            at: term.x.as_ptr().wrapping_add(rows.start * term.a.stride + ks.start).cast(),
+            row: bytes,
+            step: 2 * STEP,
+        })
+    }
 }
 
 /// Defines a function over [`Simd`] and [`Unit`] from its generic body, with the conversions of AVX512-BF16 at the levels that have pairs:
@@ -101,11 +134,8 @@ const STRETCHES: usize = 8;
 const PACKED_B: usize = 8 * ROUND * STEP_ELEMS;
 /// Elements of packed A: what stays in the second-level cache while panels of B pass by.
 const PACKED_A: usize = 4 * ROUND * STEP_ELEMS;
-/// Rows whose sums are kept from round to round.
-const KEPT_ROWS: usize = 512;
-/// Columns of the same.
-const KEPT_COLS: usize = 256;
-const SUMS: usize = KEPT_ROWS * KEPT_COLS;
+/// Sums that are kept from round to round: of 512 rows and 256 columns, or the reverse where there are few rows.
+const SUMS: usize = 512 * 256;
 /// Columns whose bias is kept.
 const ITEM_N: usize = 1024;
 /// Elements of one block of sums.
@@ -215,7 +245,11 @@ pub unsafe fn blocks<U: Unit, C: Elem>(pool: &Pool, c: Shared<'_, C>, stride: us
     let (m, n) = (p.m, p.n);
     let rounds = Rounds::new(U::ROUND, terms);
     let cols = (PACKED_B / (rounds.steps.max(1) * STEP_ELEMS) * SIDE).min(ITEM_N);
-    let most = if rounds.count == 1 { (m.next_multiple_of(SIDE), cols) } else { (KEPT_ROWS, cols.min(KEPT_COLS)) };
+    let most = match (rounds.count, m) {
+        (1, _) => (m.next_multiple_of(SIDE), cols),
+        (_, ..=256) => (256, cols.min(SUMS / 256)),
+        _ => (512, cols.min(SUMS / 512)),
+    };
     let (rows, cols) = item_shape(pool, (m, n), most, (SIDE, SIDE));
     let (down, across) = (m.div_ceil(rows), n.div_ceil(cols));
     let call = Call { c, stride, terms, p };
@@ -241,7 +275,8 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
     let how = Finish { alpha: p.alpha, bias: prepare_bias(&mut bias[..ITEM_N], p.bias, &cols), add: p.write == Write::Add };
     let mut rounds = Rounds::new(U::ROUND, call.terms);
     let panels = cols.len().div_ceil(SIDE);
-    assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || (rows.len() <= KEPT_ROWS && panels * SIDE <= KEPT_COLS)));
+    let blocks = rows.len().div_ceil(SIDE);
+    assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || blocks * panels * BLOCK <= SUMS));
     let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
     // Chunks of about one size.
     let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
@@ -266,6 +301,9 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
                 let height = SIDE.min(block.end - row);
                 for stretch in stretches {
                     let term = &call.terms[stretch.term];
+                    if Rows::in_place::<U>(term, &(row..row + height), &stretch.ks()).is_some() {
+                        continue;
+                    }
                     // SAFETY: as above; the panels of a chunk fit PACKED_A.
                     unsafe {
                         let out = packed_a.as_mut_ptr().add((i * steps + stretch.before) * STEP_ELEMS);
@@ -278,14 +316,23 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
                 for (i, row) in block.clone().step_by(SIDE).enumerate() {
                     let height = SIDE.min(block.end - row);
                     // Complete sums of one round need a place only until they are rounded: one that stays in the first-level cache.
-                    let place = if first && complete { 0 } else { panel * (KEPT_ROWS / SIDE) + (row - rows.start) / SIDE };
+                    let place = if first && complete { 0 } else { panel * blocks + (row - rows.start) / SIDE };
                     // SAFETY: packed rows and panels hold the steps of the round; there is a block of sums per panel of A and B; a
                     // block of the result is inside c, and items write disjoint ones.
                     unsafe {
                         let sums = sums.as_mut_ptr().add(place * BLOCK);
                         let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
                         let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
-                        unit.long_product(s, steps, a, b, sums, first);
+                        if U::READS_ROWS && steps > 0 {
+                            for (n, stretch) in stretches.iter().enumerate() {
+                                let rows = Rows::in_place::<U>(&call.terms[stretch.term], &(row..row + height), &stretch.ks());
+                                let before = 4 * stretch.before * STEP_ELEMS;
+                                let rows = rows.unwrap_or(Rows::packed(a.add(before)));
+                                unit.product(s, stretch.steps(), rows, b.add(before), sums, first && n == 0);
+                            }
+                        } else {
+                            unit.long_product(s, steps, a, b, sums, first);
+                        }
                         if complete {
                             let c = call.c.ptr().add(row * call.stride + cols.start + done);
                             if (height, width, how.alpha) == (SIDE, SIDE, 1.0) && how.bias.is_null() {

@@ -89,6 +89,13 @@ unsafe fn pairs_of_row<S: Simd>(s: S, dst: *mut f32, x: &[bf16], stride: usize, 
     // SAFETY: 32 elements of room; sources inside the operand.
     unsafe {
         if k + 1 < end {
+            while j + 2 * S::LANES <= width {
+                let low = x.as_ptr().add(k * stride + first + j).cast::<u16>();
+                let pairs = s.load_two_of_pairs(low, low.add(stride));
+                s.store(dst.add(j), pairs[0]);
+                s.store(dst.add(j + S::LANES), pairs[1]);
+                j += 2 * S::LANES;
+            }
             while j + S::LANES <= width {
                 let low = x.as_ptr().add(k * stride + first + j).cast::<u16>();
                 s.store(dst.add(j), s.load_pairs(low, low.add(stride)));
