@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use std::sync::{Arc, Mutex};
 
 /// `f32` elements of scratch that every item of [`Pool::for_each_scratch`] may use.
-pub const SCRATCH_ELEMS: usize = 640 * 1024;
+pub const SCRATCH_ELEMS: usize = 642 * 1024;
 
 /// The scratch of one thread, on huge pages: what is packed there is read many times, and should neither miss in the table of pages
 /// nor fall on few sets of the caches.

@@ -17,6 +17,7 @@ pub struct Dots;
 
 impl Unit for Dots {
     const ROUND: usize = 32;
+    const CHUNK: usize = 256;
     const READS_ROWS: bool = true;
 
     unsafe fn ready() -> Dots {

@@ -34,6 +34,8 @@ pub const STEP_ELEMS: usize = SIDE * STEP / 2;
 pub trait Unit: Sized {
     /// Steps of a round at most. Sums of a round stay in registers.
     const ROUND: usize;
+    /// Steps of A that stay in the second-level cache while panels of B pass by.
+    const CHUNK: usize;
     /// Whether rows of A are read where they lie.
     const READS_ROWS: bool;
 
@@ -132,15 +134,18 @@ const ROUND: usize = 64;
 const STRETCHES: usize = 8;
 /// Elements of packed B: 8 panels of a whole round, more of a short one.
 const PACKED_B: usize = 8 * ROUND * STEP_ELEMS;
-/// Elements of packed A: what stays in the second-level cache while panels of B pass by.
-const PACKED_A: usize = 4 * ROUND * STEP_ELEMS;
+/// Elements of packed A: the largest chunk.
+const PACKED_A: usize = 8 * ROUND * STEP_ELEMS;
 /// Sums that are kept from round to round: of 512 rows and 256 columns, or the reverse where there are few rows.
 const SUMS: usize = 512 * 256;
 /// Columns whose bias is kept.
 const ITEM_N: usize = 1024;
 /// Elements of one block of sums.
 const BLOCK: usize = SIDE * SIDE;
-const _: () = assert!(<amx::Tiles as Unit>::ROUND <= ROUND && <dots::Dots as Unit>::ROUND <= ROUND);
+const _: () = {
+    assert!(<amx::Tiles as Unit>::ROUND <= ROUND && <dots::Dots as Unit>::ROUND <= ROUND);
+    assert!(<amx::Tiles as Unit>::CHUNK * STEP_ELEMS <= PACKED_A && <dots::Dots as Unit>::CHUNK * STEP_ELEMS <= PACKED_A);
+};
 const _: () = assert!(PACKED_B + PACKED_A + SUMS + ITEM_N <= crate::cpu::pool::SCRATCH_ELEMS);
 
 /// One of the products that a call sums: `a [m,k] b [k,n]`, with the data of both.
@@ -277,7 +282,7 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
     let panels = cols.len().div_ceil(SIDE);
     let blocks = rows.len().div_ceil(SIDE);
     assert!(panels * SIDE <= ITEM_N && (rounds.count == 1 || blocks * panels * BLOCK <= SUMS));
-    let chunk = (PACKED_A / (rounds.steps.max(1) * STEP_ELEMS)).max(1);
+    let chunk = (U::CHUNK / rounds.steps.max(1)).max(1);
     // Chunks of about one size.
     let chunk = rows.len().div_ceil(rows.len().div_ceil(chunk * SIDE)).next_multiple_of(SIDE);
     // SAFETY: the caller of `blocks` saw that the unit is there.
