@@ -72,9 +72,12 @@ impl Fold {
     }
 }
 
-/// Leaf buffers of one visit in flight; two sets, so that one visit's reduction overlaps the next one's backward.
+/// Leaf buffers of one visit in flight; two sets, so that one visit's reduction overlaps the next one's backward. The first has room for
+/// every visit, the second for all but the two longest: embedding and head are often several times a layer.
 struct LeafSet {
     fold: Fold,
+    /// Elements of a leaf.
+    elems: usize,
     /// Recorded when the reduction has read the set.
     reduced: Arc<dyn Event>,
 }
@@ -148,7 +151,7 @@ impl GradStore {
     ) -> Result<GradStore> {
         let mut uses = Vec::new();
         let mut of_visit = Vec::new();
-        let mut largest = 0;
+        let mut lengths = Vec::new();
         let mut largest_shard = 0;
         let sharded = Placement::of(options.stage).gradients == Holds::Shard;
         let once = !options.deterministic && !sharded && !options.offload;
@@ -171,19 +174,23 @@ impl GradStore {
                 own.push(uses.len());
                 uses.push(Use { segment, acc: Fold::new(buffers), done: device.event()?, root: None, finished: false });
             }
-            largest = largest.max(elems);
+            lengths.push(elems);
             of_visit.push(own);
         }
         let depth = if options.deterministic { Fold::buffers(options.group) } else { 1 };
-        let sets = if once || largest == 0 { 0 } else { 1 + usize::from(plan.ranks > 1) };
-        let sets = (0..sets)
-            .map(|i| {
+        lengths.retain(|elems| *elems > 0);
+        lengths.sort_by_key(|elems| std::cmp::Reverse(*elems));
+        let sets = match (once, lengths.first(), lengths.get(2).or(lengths.last())) {
+            (false, Some(&longest), Some(&most)) if plan.ranks > 1 => vec![longest, most],
+            (false, Some(&longest), _) => vec![longest],
+            _ => Vec::new(),
+        };
+        let sets = (sets.into_iter().enumerate())
+            .map(|(i, elems)| {
                 let buffers = (0..depth)
-                    .map(|d| {
-                        Ok(device.alloc(&format!("leaf {i}.{d}"), largest * 4, Place::Device, Category::Gradients)?.all(DType::F32)?)
-                    })
+                    .map(|d| Ok(device.alloc(&format!("leaf {i}.{d}"), elems * 4, Place::Device, Category::Gradients)?.all(DType::F32)?))
                     .collect::<Result<Vec<_>>>()?;
-                Ok(LeafSet { fold: Fold::new(buffers), reduced: device.event()? })
+                Ok(LeafSet { fold: Fold::new(buffers), elems, reduced: device.event()? })
             })
             .collect::<Result<Vec<_>>>()?;
         let staging = if sharded && !once && largest_shard > 0 && plan.ranks > 1 && (options.offload || !options.deterministic) {
@@ -224,7 +231,8 @@ impl GradStore {
     /// Starts the backward of `visit` in a group: waits until its leaf buffers may be written.
     pub fn begin(&mut self, visit: usize) -> Result<()> {
         if self.trains(visit) && !self.once() {
-            self.turn = (self.turn + 1) % self.sets.len();
+            let next = (self.turn + 1) % self.sets.len();
+            self.turn = if self.visit_elems(visit) <= self.sets[next].elems { next } else { 0 };
             self.streams.compute.wait(&self.sets[self.turn].reduced)?;
         }
         Ok(())

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use zrt_collectives::store::Store;
 
 /// Bytes that may wait in the queue.
-const QUEUE_BYTES: usize = 256 << 20;
+const QUEUE_BYTES: usize = 64 << 20;
 
 type Piece = (Kind, String, usize, Vec<f32>);
 
