@@ -4,7 +4,8 @@
 
 A row is one launch. Its figures go to runs/compare.jsonl too, so that rows may be run one by one: --ratios prints what is asked of
 them from the latest figures of each row. `tok/s` is the median step after the first two (padding does not occur: all rows are whole);
-`peak PSS` is private memory plus the share of shared pages of the largest rank, sampled every half second; a row that reaches the limit is ended and
+`peak PSS` is private memory plus the share of shared pages of the largest rank, sampled every half second until the last step ended (we save a
+checkpoint and a model then, peers do not); a row that reaches the limit is ended and
 prints what it had reached: a rate from the steps that ended, or `< bound` when not even the first did.
 """
 import argparse, datetime, json, os, random, signal, statistics, subprocess, sys, tempfile, time
@@ -84,8 +85,8 @@ def is_rank(pid, alone):
     return any(e.startswith(b"RANK=") for e in env) and (b"train_bench.py" in line or b"\0rank\0" in line) and b"multiprocessing" not in line
 
 
-def launch(command, env, limit, alone):
-    """Runs it; (seconds, ended by itself, output, peak PSS of each rank)."""
+def launch(command, env, limit, alone, trains=lambda: True):
+    """Runs it; (start, seconds, ended by itself, output, peak PSS of each rank while it `trains`)."""
     log = tempfile.TemporaryFile("w+")
     started = time.time()
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
@@ -93,7 +94,7 @@ def launch(command, env, limit, alone):
     while process.poll() is None:
         time.sleep(0.5)
         for pid in children(process.pid):
-            if is_rank(pid, process.pid if alone else None):
+            if is_rank(pid, process.pid if alone else None) and trains():
                 peak[pid] = max(peak.get(pid, 0), pss_bytes(pid))
         if time.time() - started > limit:
             ended = False
@@ -127,7 +128,14 @@ def ours(name, steps, limit):
     if shown.returncode != 0:
         return {"error": shown.stderr.strip().splitlines()[-1:]}
     SLOTS_OF_ROW[0] = SLOTS
-    started, took, done, log, peak = launch(command, os.environ.copy(), limit, False)
+
+    def trains():
+        try:
+            return sum(1 for _ in open(f"{folder}/metrics.jsonl")) < steps
+        except OSError:
+            return True
+
+    started, took, done, log, peak = launch(command, os.environ.copy(), limit, False, trains)
     try:
         rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
         line = next(line for line in open(f"{folder}/logs/rank-0.log") if "training begins" in line)

@@ -19,8 +19,12 @@ pub trait ReadState: Send + Sync {
     fn read(&self, kind: Kind, name: &str, start: usize, out: &mut [f32]) -> std::result::Result<(), String>;
 }
 
+/// Elements of state that are in memory a second time while it is exported: an embedding has many times as many.
+const EXPORT_ELEMS: usize = 2 << 20;
+
 impl Engine {
-    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values). One tensor in memory at a time.
+    /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values), at most
+    /// [`EXPORT_ELEMS`] at a time.
     pub fn export_state(&mut self, sink: &mut StateSink) -> Result<()> {
         for i in 0..self.optimizer.parts.len() {
             let part = &self.optimizer.parts[i];
@@ -29,9 +33,12 @@ impl Engine {
             let first = self.comm.rank() * s.shard;
             for (kind, view) in [(Kind::Weight, part.param.clone()), (Kind::M, part.m.clone()), (Kind::V, part.v.clone())] {
                 for (param, from, at, elems) in s.pieces(first, first + s.shard) {
-                    let readback = self.streams.update.read(&view.slice(first - part.start + at, elems)?.view())?;
-                    let values = self.wait(&readback)?;
-                    sink(kind, &self.plan.units[s.unit].params[param].name, from, &values)?;
+                    for done in (0..elems).step_by(EXPORT_ELEMS) {
+                        let here = EXPORT_ELEMS.min(elems - done);
+                        let readback = self.streams.update.read(&view.slice(first - part.start + at + done, here)?.view())?;
+                        let values = self.wait(&readback)?;
+                        sink(kind, &self.plan.units[s.unit].params[param].name, from + done, &values)?;
+                    }
                 }
             }
         }
