@@ -112,7 +112,7 @@ pub struct Tiles(PhantomData<*const ()>);
 impl Unit for Tiles {
     const ROUND: usize = 64;
     const CHUNK: usize = 512;
-    const READS_ROWS: bool = false;
+    const ANY_ROWS: bool = false;
 
     unsafe fn ready() -> Tiles {
         // SAFETY: the instruction exists by contract and reads 64 bytes.

@@ -2,13 +2,11 @@
 //! time. Sums leave the registers every [`GROUP`] steps, so that all stripes of a block pass by a part of B that stays in the first-level cache. A row
 //! of A is read pair by pair, each for all lanes.
 
-use super::{Rows, SIDE, STEP, STEP_ELEMS, Unit};
+use super::{PAIRS, Rows, SIDE, STEP_ELEMS, Unit};
 use crate::cpu::simd::Simd;
 
 /// Rows whose sums are in registers at once: with two vectors, enough chains to hide the latency of two units.
 const ROWS: usize = 8;
-/// Pairs of a step.
-const PAIRS: usize = STEP / 2;
 /// Steps of a stripe: 16 KiB of B and 4 of A.
 const GROUP: usize = 8;
 
@@ -18,7 +16,7 @@ pub struct Dots;
 impl Unit for Dots {
     const ROUND: usize = 32;
     const CHUNK: usize = 256;
-    const READS_ROWS: bool = true;
+    const ANY_ROWS: bool = true;
 
     unsafe fn ready() -> Dots {
         Dots
@@ -35,7 +33,11 @@ impl Unit for Dots {
                     unsafe {
                         let a = Rows { at: a.at.add(row * a.row + done * a.step), ..a };
                         let b = b.cast::<f32>().add(done * STEP_ELEMS + col);
-                        stripe(s, group, a, b, c.add(row * SIDE + col), first && done == 0);
+                        let (c, first) = (c.add(row * SIDE + col), first && done == 0);
+                        match a.pair {
+                            4 => stripe::<S, 4>(s, group, a, b, c, first),
+                            _ => stripe::<S, { 4 * SIDE }>(s, group, a, b, c, first),
+                        }
                     }
                 }
             }
@@ -50,12 +52,12 @@ impl Unit for Dots {
     }
 }
 
-/// [`ROWS`] rows of two vectors.
+/// [`ROWS`] rows of two vectors; pairs of A are `PAIR` bytes apart, as `a` says too.
 ///
 /// # Safety
 /// As [`Unit::product`], of the stripe's first elements.
 #[inline(always)]
-unsafe fn stripe<S: Simd>(s: S, steps: usize, a: Rows, b: *const f32, c: *mut f32, first: bool) {
+unsafe fn stripe<S: Simd, const PAIR: usize>(s: S, steps: usize, a: Rows, b: *const f32, c: *mut f32, first: bool) {
     let mut sums = [[s.splat(0.0); 2]; ROWS];
     let mut rows = [a.at; ROWS];
     let mut r = 0;
@@ -75,7 +77,7 @@ unsafe fn stripe<S: Simd>(s: S, steps: usize, a: Rows, b: *const f32, c: *mut f3
                 let b = [s.load(b), s.load(b.add(S::LANES))];
                 let mut r = 0;
                 while r < ROWS {
-                    let a = s.splat(rows[r].add(step * a.step + 4 * pair).cast::<f32>().read_unaligned());
+                    let a = s.splat(rows[r].add(step * a.step + PAIR * pair).cast::<f32>().read_unaligned());
                     sums[r] = [s.dot_pairs(a, b[0], sums[r][0]), s.dot_pairs(a, b[1], sums[r][1])];
                     r += 1;
                 }

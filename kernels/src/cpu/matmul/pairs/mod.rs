@@ -27,6 +27,8 @@ use std::ops::Range;
 pub const SIDE: usize = 32;
 /// Values of `k` per step: a row of a tile is 32 `bf16`.
 pub const STEP: usize = 32;
+/// Pairs of a step.
+const PAIRS: usize = STEP / 2;
 /// Elements of 32 bits in a step of a packed panel: 32 rows (or columns) of 16 pairs.
 pub const STEP_ELEMS: usize = SIDE * STEP / 2;
 
@@ -36,8 +38,8 @@ pub trait Unit: Sized {
     const ROUND: usize;
     /// Steps of A that stay in the second-level cache while panels of B pass by.
     const CHUNK: usize;
-    /// Whether rows of A are read where they lie.
-    const READS_ROWS: bool;
+    /// Whether rows of A may lie anyhow: in place, or in columns. If not, they are packed as [`Rows::packed`] says.
+    const ANY_ROWS: bool;
 
     /// Makes the unit ready on this thread for as long as the value lives.
     ///
@@ -59,22 +61,30 @@ pub trait Unit: Sized {
     unsafe fn long_product<S: Simd>(&self, s: S, steps: usize, a: *const u8, b: *const u8, c: *mut f32, first: bool);
 }
 
-/// 32 rows of A: 16 pairs of a row, 64 bytes, are one step.
+/// 32 rows of A: 16 pairs of each are one step.
 #[derive(Clone, Copy)]
 pub struct Rows {
     /// The first.
     pub at: *const u8,
     /// Bytes from row to row.
     pub row: usize,
+    /// Bytes from pair to pair.
+    pub pair: usize,
     /// Bytes from step to step.
     pub step: usize,
 }
 
 impl Rows {
-    /// As [`pack::pack_a`] leaves them: step after step.
+    /// As [`pack::pack_a`] leaves them: a step is 32 rows of 16 pairs.
     #[inline(always)]
     pub fn packed(at: *const u8) -> Rows {
-        Rows { at, row: 2 * STEP, step: 4 * STEP_ELEMS }
+        Rows { at, row: 4 * PAIRS, pair: 4, step: 4 * STEP_ELEMS }
+    }
+
+    /// As [`pack::pack_b`] leaves columns: a step is 16 rows of 32 pairs.
+    #[inline(always)]
+    fn columns(at: *const u8) -> Rows {
+        Rows { at, row: 4, pair: 4 * SIDE, step: 4 * STEP_ELEMS }
     }
 
     /// Of an operand whose rows run along `k`, as they lie: `None` where that is slower than packing them, since rows a multiple of 4 KiB apart
@@ -82,9 +92,10 @@ impl Rows {
     fn in_place<U: Unit>(term: &Term<'_>, rows: &Range<usize>, ks: &Range<usize>) -> Option<Rows> {
         let bytes = 2 * term.a.stride;
         let whole = rows.len() == SIDE && ks.len().is_multiple_of(STEP) && !bytes.is_multiple_of(4096);
-        (U::READS_ROWS && term.a.k_contiguous && whole).then(|| Rows {
+        (U::ANY_ROWS && term.a.k_contiguous && whole).then(|| Rows {
             at: term.x.as_ptr().wrapping_add(rows.start * term.a.stride + ks.start).cast(),
             row: bytes,
+            pair: 4,
             step: 2 * STEP,
         })
     }
@@ -302,14 +313,22 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
         }
         for top in rows.clone().step_by(chunk) {
             let block = top..(top + chunk).min(rows.end);
-            for (i, row) in block.clone().step_by(SIDE).enumerate() {
-                let height = SIDE.min(block.end - row);
-                for stretch in stretches {
-                    let term = &call.terms[stretch.term];
+            for stretch in stretches {
+                let term = &call.terms[stretch.term];
+                if U::ANY_ROWS && !term.a.k_contiguous {
+                    // SAFETY: as above; the panels of a chunk fit PACKED_A.
+                    unsafe {
+                        let out = packed_a.as_mut_ptr().add(stretch.before * STEP_ELEMS);
+                        pack::pack_b(s, out, steps * STEP_ELEMS, term.x, &term.a, block.clone(), stretch.ks());
+                    }
+                    continue;
+                }
+                for (i, row) in block.clone().step_by(SIDE).enumerate() {
+                    let height = SIDE.min(block.end - row);
                     if Rows::in_place::<U>(term, &(row..row + height), &stretch.ks()).is_some() {
                         continue;
                     }
-                    // SAFETY: as above; the panels of a chunk fit PACKED_A.
+                    // SAFETY: as above.
                     unsafe {
                         let out = packed_a.as_mut_ptr().add((i * steps + stretch.before) * STEP_ELEMS);
                         pack::pack_a(s, out, term.x, &term.a, row..row + height, stretch.ks());
@@ -328,11 +347,14 @@ fn item<S: Simd, U: Unit, C: Elem>(s: S, call: &Call<'_, C>, rows: Range<usize>,
                         let sums = sums.as_mut_ptr().add(place * BLOCK);
                         let b = packed_b.as_ptr().add(panel * steps * STEP_ELEMS).cast::<u8>();
                         let a = packed_a.as_ptr().add(i * steps * STEP_ELEMS).cast::<u8>();
-                        if U::READS_ROWS && steps > 0 {
+                        if U::ANY_ROWS && steps > 0 {
                             for (n, stretch) in stretches.iter().enumerate() {
-                                let rows = Rows::in_place::<U>(&call.terms[stretch.term], &(row..row + height), &stretch.ks());
-                                let before = 4 * stretch.before * STEP_ELEMS;
-                                let rows = rows.unwrap_or(Rows::packed(a.add(before)));
+                                let (term, before) = (&call.terms[stretch.term], 4 * stretch.before * STEP_ELEMS);
+                                let rows = match Rows::in_place::<U>(term, &(row..row + height), &stretch.ks()) {
+                                    Some(rows) => rows,
+                                    None if term.a.k_contiguous => Rows::packed(a.add(before)),
+                                    None => Rows::columns(a.add(before)),
+                                };
                                 unit.product(s, stretch.steps(), rows, b.add(before), sums, first && n == 0);
                             }
                         } else {

@@ -3,14 +3,11 @@
 //! A step is 32 values of `k`: a panel of B holds 16 rows of 32 pairs for each (what the manual calls VNNI order), a panel of A 32
 //! rows of 16 pairs. What lies beyond the matrix is packed as zero, so edges cost no code in the product.
 
-use super::{SIDE, STEP, STEP_ELEMS};
+use super::{PAIRS, SIDE, STEP, STEP_ELEMS};
 use crate::cpu::matmul::Operand;
 use crate::cpu::simd::Simd;
 use half::bf16;
 use std::ops::Range;
-
-/// Pairs of a step.
-const PAIRS: usize = STEP / 2;
 
 /// The pair of `k` and `k + 1` at `at` of each row; zero beyond `end`.
 #[inline(always)]
