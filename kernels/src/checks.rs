@@ -196,7 +196,7 @@ pub fn linear(y: &View, x: &View, w: &Weight, bias: Option<&View>, tokens: usize
         want(OP, "bias", bias, t, outputs)?;
     }
     sum_or(OP, "y", y, t, product(OP, &[tokens, outputs])?)?;
-    disjoint(OP, &[("y", Some(y))], &[("x", Some(x)), ("w", Some(&w.view)), ("packed w", w.packed.as_ref()), ("bias", bias)], &[])
+    disjoint(OP, &[("y", Some(y))], &[("x", Some(x)), ("w", Some(&w.view)), ("bias", bias)], &[])
 }
 
 /// Check of [`crate::Ops::linear_backward`].
@@ -237,7 +237,7 @@ pub fn linear_backward(
     disjoint(
         OP,
         &[("dx", grad(&dx)), ("dw", grad(&dw)), ("dbias", grad(&dbias)), ("workspace", Some(workspace))],
-        &[("dy", Some(dy)), ("x", x), ("w", Some(&w.view)), ("packed w", w.packed.as_ref())],
+        &[("dy", Some(dy)), ("x", x), ("w", Some(&w.view))],
         &[],
     )
 }
@@ -535,7 +535,7 @@ pub fn linear_cross_entropy(
     disjoint(
         OP,
         &[("loss", Some(loss)), ("dx", dx), ("dw", grad(&dw)), ("workspace", Some(workspace))],
-        &[("x", Some(x)), ("w", Some(&w.view)), ("packed w", w.packed.as_ref()), ("labels", Some(labels))],
+        &[("x", Some(x)), ("w", Some(&w.view)), ("labels", Some(labels))],
         &[("dx", "x")],
     )
 }

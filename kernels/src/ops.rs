@@ -20,18 +20,16 @@ pub enum Write {
     Add,
 }
 
-/// A weight matrix: its plain row-major form and, where the slot owns one, a form packed for this device's matmul.
+/// A weight matrix. Devices pack what they need of it within each call: docs/performance.md says what a packed copy would save.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// `[O, I]`, row-major.
     pub view: View,
-    /// Packed form; `None` where packing does not pay. No device makes one yet: docs/performance.md says what it would save.
-    pub packed: Option<View>,
 }
 
 impl From<View> for Weight {
     fn from(view: View) -> Self {
-        Weight { view, packed: None }
+        Weight { view }
     }
 }
 
