@@ -1,4 +1,4 @@
-//! Frozen layers with their adapters, on machines where both products are one sum: products of bf16 on tiles, without dropout
+//! Frozen layers with their adapters, on machines where both products are one sum: pairs of bf16 by instructions of their own, without dropout
 //! (which gives every adapter an input of its own). Everywhere else they are composed of `linear` and `lora`.
 #![allow(unsafe_code)]
 

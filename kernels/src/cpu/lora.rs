@@ -3,7 +3,7 @@
 //! The adapters' A matrices are stacked in the workspace, so that one product makes the `t` of all (x is read once), and in
 //! backward one product makes the `dA` of all and one adds to `dx`. Dropout gives every adapter an input of its own: then each is
 //! computed by itself, over blocks of tokens, with the dropped input in the workspace. Sums over tokens run in the order of the
-//! tokens either way. Where bf16 is multiplied many times faster than f32, adapters are split instead ([`super::lora_split`]).
+//! tokens either way. Where pairs of bf16 have instructions of their own, adapters are split instead ([`super::lora_split`]).
 #![allow(unsafe_code)]
 
 use super::dropout::{self, Mask};

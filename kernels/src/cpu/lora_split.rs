@@ -1,4 +1,4 @@
-//! LoRA where the machine multiplies bf16 many times faster than f32 (AMX): the f32 adapters, and what lies between their two
+//! LoRA where pairs of bf16 have instructions of their own (AVX512-BF16, AMX): the f32 adapters, and what lies between their two
 //! products, are split into sums of two bf16, `v = hi + lo` with an error of at most 2^-17 |v|, and every product runs on bf16
 //! operands alone. Parts stand side by side, so that a product of parts is one product: `t = x [hi; lo]^T` is folded in f32, and
 //! `y += t B^T` has the columns `[t_hi, t_lo, t_hi]` against `[B_hi, B_hi, B_lo]` (what `t_lo B_lo` would add is below the rest's

@@ -3,8 +3,8 @@
 //! Trained tokens (label >= 0) are gathered into chunks; the others cost nothing. For a chunk: logits `x W^T` in f32, a stable
 //! softmax per row whose gradient replaces the logits in place, then `dx = dlogits W` and `dw += dlogits^T x` before the next
 //! chunk. Exponentials are f32 and good to about an ulp; sums over the vocabulary are collected in f64 per block and logarithms
-//! taken in f64, once a row, so that a loss carries the rounding of its logits and little else. Where bf16 is multiplied many
-//! times faster than f32, gradients of logits of a bf16 model are rounded to bf16 for their two products, as mixed precision does.
+//! taken in f64, once a row, so that a loss carries the rounding of its logits and little else. Where pairs of bf16 have instructions
+//! of their own, gradients of logits of a bf16 model are rounded to bf16 for their two products, as mixed precision does.
 #![allow(unsafe_code)]
 
 use super::float::{Float, FloatMut, Shared, bf16_bits};
