@@ -96,6 +96,32 @@ fn sum_avx2<E: Leaf>(out: &mut [E], leaves: &[&[E]]) {
     sum_body(out, leaves);
 }
 
+/// The sum of two ranks in place: `out[i]` = `out[i]` + `other[i]`, or the other way round where `out` is not the `first` rank's.
+pub(crate) fn add<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: as in `sum`.
+        unsafe { add_avx2(out, other, first) };
+        return;
+    }
+    add_body(out, other, first);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn add_avx2<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    add_body(out, other, first);
+}
+
+#[inline(always)]
+fn add_body<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    if first {
+        out.iter_mut().zip(other).for_each(|(o, b)| *o = E::down(E::add(o.up(), b.up())));
+    } else {
+        out.iter_mut().zip(other).for_each(|(o, a)| *o = E::down(E::add(a.up(), o.up())));
+    }
+}
+
 #[inline(always)]
 fn sum_body<E: Leaf>(out: &mut [E], leaves: &[&[E]]) {
     match leaves {
