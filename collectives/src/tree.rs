@@ -206,7 +206,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bits_equal_the_level_by_level_tree(ranks in 1usize..=MAX_RANKS, elems in 0usize..600, seed in any::<u32>()) {
+        fn bits_equal_the_level_by_level_tree(ranks in prop_oneof![1usize..=MAX_RANKS, Just(2)], elems in 0usize..600, seed in any::<u32>()) {
             let value = |r: usize, i: usize| {
                 let x = (r as u32).wrapping_mul(2654435761).wrapping_add(i as u32).wrapping_mul(seed | 1) ^ seed;
                 (x as f32 - 2e9) * f32::powi(2.0, (x % 40) as i32 - 20)
@@ -225,6 +225,18 @@ mod tests {
                 let wide = reference(short.iter().map(|v| v[i].to_f32()).collect());
                 prop_assert_eq!(out16[i].to_bits(), bf16::from_f32(wide).to_bits());
                 prop_assert_eq!(out32[i], ints.iter().fold(0i32, |s, v| s.wrapping_add(v[i])));
+            }
+            if ranks == 2 {
+                for first in [true, false] {
+                    let (own, other) = if first { (0, 1) } else { (1, 0) };
+                    let (mut a, mut b, mut c) = (full[own].clone(), short[own].clone(), ints[own].clone());
+                    add(&mut a, &full[other], first);
+                    add(&mut b, &short[other], first);
+                    add(&mut c, &ints[other], first);
+                    prop_assert!(a.iter().zip(&out).all(|(a, o)| a.to_bits() == o.to_bits()));
+                    prop_assert!(b.iter().zip(&out16).all(|(a, o)| a.to_bits() == o.to_bits()));
+                    prop_assert_eq!(&c, &out32);
+                }
             }
         }
 
