@@ -99,7 +99,7 @@ struct Ring {
 
 impl Ring {
     /// The longest piece for each rank while every rank has a core. The first piece is staged before anything can be taken, so short
-    /// is good; a step costs a trip between cores, so it should take much longer than that.
+    /// is good; a step costs a trip between cores, and the processor copies long blocks faster than short ones.
     const PIECE_BYTES: usize = 64 << 10;
     /// Until a slot is used again its lines have left the other core's first-level cache, so that storing to it does not have to take
     /// them away; all slots of a rank still fit a second-level cache.

@@ -35,8 +35,8 @@ const BLOCK_BYTES: usize = BLOCK_LINES * MAIL_BYTES;
 #[repr(C, align(64))]
 struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
 
-/// Where a turn's sums are made before they go to their place: in the first-level cache, apart from all operands. So the inner loops
-/// know that nothing overlaps, also in place, and the result can be streamed.
+/// Where sums are made that are streamed, or in place of more than two ranks: in the first-level cache, apart from all operands. So the
+/// inner loops know that nothing overlaps.
 #[repr(C, align(64))]
 struct Scratch<const BYTES: usize>(UnsafeCell<[u8; BYTES]>);
 
@@ -226,7 +226,7 @@ impl Pass<'_> {
         )
     }
 
-    /// `dst` = tree sum of `own` and the peers' `leaf(peer)`, at most a turn of `bytes` bytes.
+    /// `dst` = tree sum of `own` and the peers' `leaf(peer)`, over `bytes` bytes.
     ///
     /// # Safety
     /// All must be valid for `bytes` bytes; `own` is `dst` or apart from it, the leaves are apart from both.
@@ -262,7 +262,7 @@ impl Pass<'_> {
         leaf: &dyn Fn(usize) -> *const u8,
     ) {
         let (rank, ranks, elems) = (self.seat.rank, self.ranks(), bytes / size_of::<E>());
-        // SAFETY: slots and turns are multiples of a cache line, so aligned; operands are aligned by their view.
+        // SAFETY: slots and pieces are multiples of a cache line, so aligned; operands are aligned by their view.
         let slice = |r: usize| unsafe { std::slice::from_raw_parts(if r == rank { own } else { leaf(r) }.cast::<E>(), elems) };
         // Into the result's place at once, where that is nobody's leaf or the only other leaf is apart from it.
         let in_place = dst.cast_const() == own;

@@ -74,7 +74,7 @@ pub(super) struct Entry {
 
 /// Bytes of a message in one line of mail.
 pub(super) const MAIL_BYTES: usize = 56;
-/// Lines of a short message, 2 KiB: beyond that, slots are faster (a line of mail is stored through the caches, a slot around them).
+/// Lines of a short message, 2 KiB: beyond that, slots are faster (a line of mail carries its number, a slot does not).
 pub(super) const MAIL_LINES: usize = 37;
 
 /// Part of a short message, with its own number: it is taken as soon as it is there, without a second look at the entry.

@@ -3,7 +3,8 @@
 //! **Entry.** A rank announces what it issued and waits until all have; then everyone compares. So a mismatch is found before
 //! a byte is taken for something it is not.
 //!
-//! **Mail.** A short message follows the entry in lines that carry their own number ([`Pass::exchange`]): one trip between cores in all.
+//! **Mail.** A short message follows the entry in lines that carry their own number ([`Pass::exchange`]): one trip between cores in all. While a
+//! rank reads, it takes back the lines that its next message will be written to: they are still with the cores that read them.
 //!
 //! **Steps.** A long message is cut into pieces. Before the entry each rank fills its slot with piece 0; in step k it takes piece k from the
 //! others' slots and fills its next slot with piece k + 1, each in one go: that is what the processor's own copying is best at.
