@@ -96,6 +96,32 @@ fn sum_avx2<E: Leaf>(out: &mut [E], leaves: &[&[E]]) {
     sum_body(out, leaves);
 }
 
+/// The sum of two ranks in place: `out[i]` = `out[i]` + `other[i]`, or the other way round where `out` is not the `first` rank's.
+pub(crate) fn add<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: as in `sum`.
+        unsafe { add_avx2(out, other, first) };
+        return;
+    }
+    add_body(out, other, first);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn add_avx2<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    add_body(out, other, first);
+}
+
+#[inline(always)]
+fn add_body<E: Leaf>(out: &mut [E], other: &[E], first: bool) {
+    if first {
+        out.iter_mut().zip(other).for_each(|(o, b)| *o = E::down(E::add(o.up(), b.up())));
+    } else {
+        out.iter_mut().zip(other).for_each(|(o, a)| *o = E::down(E::add(a.up(), o.up())));
+    }
+}
+
 #[inline(always)]
 fn sum_body<E: Leaf>(out: &mut [E], leaves: &[&[E]]) {
     match leaves {
@@ -180,7 +206,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bits_equal_the_level_by_level_tree(ranks in 1usize..=MAX_RANKS, elems in 0usize..600, seed in any::<u32>()) {
+        fn bits_equal_the_level_by_level_tree(ranks in prop_oneof![1usize..=MAX_RANKS, Just(2)], elems in 0usize..600, seed in any::<u32>()) {
             let value = |r: usize, i: usize| {
                 let x = (r as u32).wrapping_mul(2654435761).wrapping_add(i as u32).wrapping_mul(seed | 1) ^ seed;
                 (x as f32 - 2e9) * f32::powi(2.0, (x % 40) as i32 - 20)
@@ -199,6 +225,18 @@ mod tests {
                 let wide = reference(short.iter().map(|v| v[i].to_f32()).collect());
                 prop_assert_eq!(out16[i].to_bits(), bf16::from_f32(wide).to_bits());
                 prop_assert_eq!(out32[i], ints.iter().fold(0i32, |s, v| s.wrapping_add(v[i])));
+            }
+            if ranks == 2 {
+                for first in [true, false] {
+                    let (own, other) = if first { (0, 1) } else { (1, 0) };
+                    let (mut a, mut b, mut c) = (full[own].clone(), short[own].clone(), ints[own].clone());
+                    add(&mut a, &full[other], first);
+                    add(&mut b, &short[other], first);
+                    add(&mut c, &ints[other], first);
+                    prop_assert!(a.iter().zip(&out).all(|(a, o)| a.to_bits() == o.to_bits()));
+                    prop_assert!(b.iter().zip(&out16).all(|(a, o)| a.to_bits() == o.to_bits()));
+                    prop_assert_eq!(&c, &out32);
+                }
             }
         }
 

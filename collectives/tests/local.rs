@@ -75,6 +75,23 @@ fn default_segments_match_the_definition() {
     threads(3, options, |comm| compare_all(&*comm, &*inline(), DType::BF16, 100_003));
 }
 
+/// Two ranks with a core each: mail, pieces of the usual length and, where one is asked for, results that are stored around the caches.
+fn two_ranks(comm: &dyn Communicator, longest: usize) {
+    let s = &*inline();
+    for dtype in DTYPES {
+        for part in [1, 111, 140, 259, 513, 16_385, 100_003] {
+            compare_all(comm, s, dtype, part);
+        }
+    }
+    compare_all(comm, s, DType::F32, longest);
+}
+
+#[test]
+fn two_ranks_with_default_segments_match_the_definition() {
+    threads(2, LocalOptions::default(), |comm| two_ranks(&*comm, 1_100_003));
+    Processes::start("two ranks", 2).pass();
+}
+
 /// Streams of their own threads, with random delays: the host runs far ahead of the collectives.
 #[test]
 fn asynchronous_streams_match_the_definition() {
@@ -158,6 +175,9 @@ proptest! {
 #[ignore = "started by other tests, as a rank"]
 fn child_rank() {
     let Some((case, rank, ranks, store)) = told() else { return };
+    if case == "two ranks" {
+        return two_ranks(&LocalComm::join(&store, rank, ranks, LocalOptions::default()).unwrap(), 200_003);
+    }
     assert_eq!(case, "body");
     let comm = LocalComm::join(&store, rank, ranks, tiny()).unwrap();
     body(&comm);

@@ -47,7 +47,7 @@ pub struct LocalOptions {
     pub train_timeout: Duration,
     /// Time without a sign of life after which a process counts as lost (stopped, or its host is far too busy). At least 0.5 s.
     pub heartbeat_timeout: Duration,
-    /// Bytes of a staging slot; each rank has two. Messages above 2 KiB travel in pieces of at most this length, or 64 KiB while every rank can
+    /// Bytes of a staging slot; each rank has two. Messages above 2 KiB travel in pieces of at most this length, or 128 KiB while every rank can
     /// have a core; a piece of a reduce_scatter or an all_to_all takes its length for every rank.
     pub segment_bytes: usize,
     /// Looks at a rank's entry before sleeping on it; its steps get 16 times as many. Only used while every rank can have a core: the cores
@@ -99,10 +99,10 @@ struct Ring {
 
 impl Ring {
     /// The longest piece for each rank while every rank has a core. The first piece is staged before anything can be taken, so short
-    /// is good; a step costs a trip between cores, so it should take much longer than that.
-    const PIECE_BYTES: usize = 64 << 10;
+    /// is good; a step costs a trip between cores, and the processor copies long blocks faster than short ones.
+    const PIECE_BYTES: usize = 128 << 10;
     /// Until a slot is used again its lines have left the other core's first-level cache, so that storing to it does not have to take
-    /// them away; all slots of a rank still fit a second-level cache.
+    /// them away.
     const SLOTS: usize = 8;
 
     /// Ranks that share cores use whole halves of their staging memory: there a step costs a switch.

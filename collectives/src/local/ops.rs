@@ -7,7 +7,7 @@
 
 use super::copy::{Store, copy};
 use super::shared::{MAIL_BYTES, MAIL_LINES};
-use super::steps::{Pass, TURN_BYTES};
+use super::steps::Pass;
 use crate::Result;
 use crate::operands::Op;
 use crate::tree::{self, Leaf};
@@ -25,6 +25,8 @@ pub(super) struct Operands {
 
 /// A result of at least this many bytes does not stay in a cache of today's cores anyway: it is stored around them.
 const STREAM_BYTES: usize = 8 << 20;
+/// Bytes that are summed at a time where the sums cannot be made in their place.
+const TURN_BYTES: usize = 4096;
 /// Lines of mail that are summed at a time, and their bytes: a whole number of elements of every type.
 const BLOCK_LINES: usize = 8;
 const BLOCK_BYTES: usize = BLOCK_LINES * MAIL_BYTES;
@@ -33,8 +35,8 @@ const BLOCK_BYTES: usize = BLOCK_LINES * MAIL_BYTES;
 #[repr(C, align(64))]
 struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
 
-/// Where a turn's sums are made before they go to their place: in the first-level cache, apart from all operands. So the inner loops
-/// know that nothing overlaps, also in place, and the result can be streamed.
+/// Where sums are made that are streamed, or in place of more than two ranks: in the first-level cache, apart from all operands. So the
+/// inner loops know that nothing overlaps.
 #[repr(C, align(64))]
 struct Scratch<const BYTES: usize>(UnsafeCell<[u8; BYTES]>);
 
@@ -67,7 +69,7 @@ impl Pass<'_> {
             Op::AllReduce => self.all_reduce_parts(operands),
             Op::AllToAll => self.all_to_all(operands),
             Op::Broadcast => self.broadcast(operands),
-            Op::Barrier | Op::SharePages => self.run(0, &|_| 0, &|_, _| {}, &|_, _| {}),
+            Op::Barrier | Op::SharePages => self.run(0, &|_| {}, &|_| {}),
         }
     }
 
@@ -113,7 +115,8 @@ impl Pass<'_> {
 
     fn mail_gather(&self, at: Operands, part: usize) -> Result<()> {
         // SAFETY: src has `part` bytes.
-        self.exchange(&|| unsafe { self.post(0, at.src, part) }, &|| {
+        let post = || unsafe { self.post(0, at.src, part) };
+        self.exchange(part.div_ceil(MAIL_BYTES), post, || {
             // SAFETY: parts of dst are `part` bytes.
             self.peers().try_for_each(|peer| unsafe { self.collect(at.dst.add(peer * part), peer, 0, part) })
         })?;
@@ -141,15 +144,16 @@ impl Pass<'_> {
         let lines = part.div_ceil(MAIL_BYTES);
         // Lines of the ranks but the own.
         let first = |from: usize, to: usize| (to - (to > from) as usize) * lines;
-        // SAFETY (both): src has a part of `part` bytes for every rank; dst has one, in place the own part of src.
-        self.exchange(&|| self.peers().for_each(|to| unsafe { self.post(first(rank, to), at.src.add(to * part), part) }), &|| unsafe {
-            self.mail_sum(at.dst, at.src.add(rank * part), part, |from| first(from, rank))
-        })
+        // SAFETY (all): src has a part of `part` bytes for every rank; dst has one, in place the own part of src.
+        let post = || self.peers().for_each(|to| unsafe { self.post(first(rank, to), at.src.add(to * part), part) });
+        let own = unsafe { at.src.add(rank * part) };
+        self.exchange(lines * (self.ranks() - 1), post, || unsafe { self.mail_sum(at.dst, own, part, |from| first(from, rank)) })
     }
 
     fn mail_reduce(&self, at: Operands, bytes: usize) -> Result<()> {
         // SAFETY (both): the data has `bytes` bytes; it is overwritten after it was posted.
-        self.exchange(&|| unsafe { self.post(0, at.src, bytes) }, &|| unsafe { self.mail_sum(at.dst, at.src, bytes, |_| 0) })
+        let post = || unsafe { self.post(0, at.src, bytes) };
+        self.exchange(bytes.div_ceil(MAIL_BYTES), post, || unsafe { self.mail_sum(at.dst, at.src, bytes, |_| 0) })
     }
 
     /// `dst` = tree sum of `own` and what the peers posted from line `first(peer)` on.
@@ -176,24 +180,24 @@ impl Pass<'_> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, 1);
+        let here = |k: usize| piece.min(part - k * piece);
         let store = self.result();
         // SAFETY: the own part of dst has `part` bytes.
         let own = unsafe { at.dst.add(rank * part) };
         self.run(
             steps,
-            &|k| piece.min(part - k * piece),
             // SAFETY: piece k lies within a part of `part` bytes and within a slot, which the step protocol gives to this rank in `fill`.
-            &|k, b| unsafe {
-                copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached);
+            &|k| unsafe {
+                copy(self.slot(rank, k), at.src.add(k * piece), here(k), Store::Cached);
                 // Here, while it is in the cache. In place there is nothing to do.
                 if own.cast_const() != at.src {
-                    copy(own.add(k * piece + b.start), at.src.add(k * piece + b.start), b.len(), store);
+                    copy(own.add(k * piece), at.src.add(k * piece), here(k), store);
                 }
             },
-            &|k, b| {
+            &|k| {
                 for peer in self.peers() {
                     // SAFETY: as above; the protocol gives the peer's slot to its readers in `take`.
-                    unsafe { copy(at.dst.add(peer * part + k * piece + b.start), self.slot(peer, k).add(b.start), b.len(), store) }
+                    unsafe { copy(at.dst.add(peer * part + k * piece), self.slot(peer, k), here(k), store) }
                 }
             },
         )
@@ -203,29 +207,26 @@ impl Pass<'_> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, ranks);
+        let here = |k: usize| piece.min(part - k * piece);
         let scratch = Scratch::<TURN_BYTES>::new();
         self.run(
             steps,
-            &|k| piece.min(part - k * piece),
-            &|k, b| {
+            &|k| {
                 for to in self.peers() {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
-                    unsafe {
-                        let slot = self.slot(rank, k).add(to * piece + b.start);
-                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Cached)
-                    }
+                    unsafe { copy(self.slot(rank, k).add(to * piece), at.src.add(to * part + k * piece), here(k), Store::Cached) }
                 }
             },
             // SAFETY: sub-slot `rank` of every other rank is filled; piece k of dst is ours, in place it is the own part of src.
-            &|k, b| unsafe {
-                let own = at.src.add(rank * part + k * piece + b.start);
-                let leaf = |peer: usize| self.slot(peer, k).add(rank * piece + b.start).cast_const();
-                self.sum(at.dst.add(k * piece + b.start), own, b.len(), self.result(), scratch.at(), &leaf)
+            &|k| unsafe {
+                let own = at.src.add(rank * part + k * piece);
+                let leaf = |peer: usize| self.slot(peer, k).add(rank * piece).cast_const();
+                self.sum(at.dst.add(k * piece), own, here(k), self.result(), scratch.at(), &leaf)
             },
         )
     }
 
-    /// `dst` = tree sum of `own` and the peers' `leaf(peer)`, at most a turn of `bytes` bytes.
+    /// `dst` = tree sum of `own` and the peers' `leaf(peer)`, over `bytes` bytes.
     ///
     /// # Safety
     /// All must be valid for `bytes` bytes; `own` is `dst` or apart from it, the leaves are apart from both.
@@ -260,16 +261,35 @@ impl Pass<'_> {
         scratch: (*mut u8, usize),
         leaf: &dyn Fn(usize) -> *const u8,
     ) {
-        debug_assert!(bytes <= scratch.1);
         let (rank, ranks, elems) = (self.seat.rank, self.ranks(), bytes / size_of::<E>());
-        // SAFETY: a turn of bytes, aligned to a line; nobody else uses it during this call.
-        let sums = unsafe { std::slice::from_raw_parts_mut(scratch.0.cast::<E>(), elems) };
-        // SAFETY: slots and turns are multiples of a cache line, so aligned; operands are aligned by their view.
+        // SAFETY: slots and pieces are multiples of a cache line, so aligned; operands are aligned by their view.
         let slice = |r: usize| unsafe { std::slice::from_raw_parts(if r == rank { own } else { leaf(r) }.cast::<E>(), elems) };
-        match ranks {
+        // Into the result's place at once, where that is nobody's leaf or the only other leaf is apart from it.
+        let in_place = dst.cast_const() == own;
+        if store == Store::Cached && (!in_place || ranks == 2) {
+            // SAFETY: dst is valid for these bytes and nobody else uses it, by the contract of `perform`; in place, `slice(rank)` is not made.
+            let sums = unsafe { std::slice::from_raw_parts_mut(dst.cast::<E>(), elems) };
+            return match in_place {
+                true => tree::add(sums, slice(1 - rank), rank == 0),
+                false => self.sum_slices(sums, slice),
+            };
+        }
+        let turn = scratch.1 / size_of::<E>();
+        for at in (0..elems).step_by(turn) {
+            let here = turn.min(elems - at);
+            // SAFETY: at most the scratch's bytes, aligned to a line; nobody else uses it during this call.
+            let sums = unsafe { std::slice::from_raw_parts_mut(scratch.0.cast::<E>(), here) };
+            self.sum_slices(sums, |r| &slice(r)[at..at + here]);
+            // SAFETY: dst is valid for these bytes and nobody else uses it, by the contract of `perform`.
+            unsafe { copy(dst.cast::<E>().add(at).cast(), scratch.0, here * size_of::<E>(), store) };
+        }
+    }
+
+    fn sum_slices<'s, E: Leaf>(&self, sums: &mut [E], slice: impl Fn(usize) -> &'s [E]) {
+        match self.ranks() {
             1 => tree::sum(sums, &[slice(0)]),
             2 => tree::sum(sums, &[slice(0), slice(1)]),
-            _ => {
+            ranks => {
                 let mut leaves = [&[][..]; tree::MAX_RANKS];
                 let leaves = &mut leaves[..ranks];
                 for (r, leaf) in leaves.iter_mut().enumerate() {
@@ -278,24 +298,22 @@ impl Pass<'_> {
                 tree::sum(sums, leaves);
             }
         }
-        // SAFETY: dst is valid for these bytes and nobody else uses it, by the contract of `perform`.
-        unsafe { copy(dst, scratch.0, bytes, store) };
     }
 
     fn all_reduce_whole(&self, at: Operands) -> Result<()> {
         let rank = self.seat.rank;
         let bytes = self.call.bytes();
         let (piece, steps) = self.pieces(bytes, 1);
+        let here = |k: usize| piece.min(bytes - k * piece);
         let scratch = Scratch::<TURN_BYTES>::new();
         self.run(
             steps,
-            &|k| piece.min(bytes - k * piece),
             // SAFETY: piece k of the data, and the own slot, which is ours in `fill`. Sums of piece k are written after it was copied.
-            &|k, b| unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached) },
+            &|k| unsafe { copy(self.slot(rank, k), at.src.add(k * piece), here(k), Store::Cached) },
             // SAFETY: the slots are filled; piece k of the data is ours. It was read just now, so its lines are in the cache.
-            &|k, b| unsafe {
-                let data = at.dst.add(k * piece + b.start);
-                self.sum(data, data, b.len(), Store::Cached, scratch.at(), &|peer| self.slot(peer, k).add(b.start))
+            &|k| unsafe {
+                let data = at.dst.add(k * piece);
+                self.sum(data, data, here(k), Store::Cached, scratch.at(), &|peer| self.slot(peer, k))
             },
         )
     }
@@ -311,11 +329,11 @@ impl Pass<'_> {
         let segments = bytes.div_ceil(segment);
         // A segment's shares end at cache lines; the last ones of a short segment may be short or empty.
         let share = |m: usize| (segment.min(bytes - m * segment)).div_ceil(ranks).next_multiple_of(64);
-        // Bytes `b` of rank r's share of segment m, as (start in the data, start in the share, bytes).
-        let place = |m: usize, r: usize, b: &std::ops::Range<usize>| {
+        // Rank r's share of segment m, as (start in the data, bytes).
+        let place = |m: usize, r: usize| {
             let start = m * segment + r * share(m);
-            let end = (start + b.end).min(bytes).min((m + 1) * segment);
-            (start + b.start, b.start, end.saturating_sub(start + b.start))
+            let end = (start + share(m)).min(bytes).min((m + 1) * segment);
+            (start, end.saturating_sub(start))
         };
         enum Step {
             Data(usize),
@@ -333,51 +351,47 @@ impl Pass<'_> {
         self.run(
             steps,
             &|k| match kind(k) {
-                Step::Data(m) | Step::Sums(m) => share(m),
-                Step::Idle => 0,
-            },
-            &|k, b| match kind(k) {
                 Step::Data(m) => {
                     for to in self.peers() {
-                        let (data, within, bytes) = place(m, to, &b);
+                        let (data, bytes) = place(m, to);
                         // SAFETY: the share of `to` of segment m; sub-slot `to` of the own slot, which is ours in `fill`.
                         unsafe {
                             if bytes > 0 {
-                                copy(self.slot(rank, k).add(to * full + within), at.src.add(data), bytes, Store::Cached)
+                                copy(self.slot(rank, k).add(to * full), at.src.add(data), bytes, Store::Cached)
                             }
                         }
                     }
                 }
                 Step::Sums(m) => {
-                    let (data, within, bytes) = place(m, rank, &b);
+                    let (data, bytes) = place(m, rank);
                     // SAFETY: the own share of segment m, summed at an earlier step; the own slot is ours in `fill`.
                     unsafe {
                         if bytes > 0 {
-                            copy(self.slot(rank, k).add(within), at.dst.add(data), bytes, Store::Cached)
+                            copy(self.slot(rank, k), at.dst.add(data), bytes, Store::Cached)
                         }
                     }
                 }
                 Step::Idle => {}
             },
-            &|k, b| match kind(k) {
+            &|k| match kind(k) {
                 Step::Data(m) => {
-                    let (data, within, bytes) = place(m, rank, &b);
+                    let (data, bytes) = place(m, rank);
                     // SAFETY: the slots are filled; the own share of segment m is nobody else's.
                     unsafe {
                         if bytes > 0 {
                             let data = at.dst.add(data);
-                            let leaf = |peer: usize| self.slot(peer, k).add(rank * full + within).cast_const();
+                            let leaf = |peer: usize| self.slot(peer, k).add(rank * full).cast_const();
                             self.sum(data, data, bytes, Store::Cached, scratch.at(), &leaf)
                         }
                     }
                 }
                 Step::Sums(m) => {
                     for peer in self.peers() {
-                        let (data, within, bytes) = place(m, peer, &b);
+                        let (data, bytes) = place(m, peer);
                         // SAFETY: the peer's share of segment m, which was copied to the slot before; its slot is filled.
                         unsafe {
                             if bytes > 0 {
-                                copy(at.dst.add(data), self.slot(peer, k).add(within), bytes, self.result())
+                                copy(at.dst.add(data), self.slot(peer, k), bytes, self.result())
                             }
                         }
                     }
@@ -391,25 +405,19 @@ impl Pass<'_> {
         let (rank, ranks) = (self.seat.rank, self.ranks());
         let part = self.call.bytes() / ranks;
         let (piece, steps) = self.pieces(part, ranks);
+        let here = |k: usize| piece.min(part - k * piece);
         self.run(
             steps,
-            &|k| piece.min(part - k * piece),
-            &|k, b| {
+            &|k| {
                 for to in self.peers() {
                     // SAFETY: piece k of part `to` of src; sub-slot `to` of the own slot, which is ours in `fill`.
-                    unsafe {
-                        let slot = self.slot(rank, k).add(to * piece + b.start);
-                        copy(slot, at.src.add(to * part + k * piece + b.start), b.len(), Store::Cached)
-                    }
+                    unsafe { copy(self.slot(rank, k).add(to * piece), at.src.add(to * part + k * piece), here(k), Store::Cached) }
                 }
             },
-            &|k, b| {
+            &|k| {
                 for from in self.peers() {
                     // SAFETY: sub-slot `rank` of the sender is filled. In place, piece k of src was copied away before.
-                    unsafe {
-                        let slot = self.slot(from, k).add(rank * piece + b.start);
-                        copy(at.dst.add(from * part + k * piece + b.start), slot, b.len(), self.result())
-                    }
+                    unsafe { copy(at.dst.add(from * part + k * piece), self.slot(from, k).add(rank * piece), here(k), self.result()) }
                 }
             },
         )?;
@@ -426,19 +434,19 @@ impl Pass<'_> {
         let (rank, root) = (self.seat.rank, self.call.root);
         let bytes = self.call.bytes();
         let (piece, steps) = self.pieces(bytes, 1);
+        let here = |k: usize| piece.min(bytes - k * piece);
         self.run(
             steps,
-            &|k| piece.min(bytes - k * piece),
-            &|k, b| {
+            &|k| {
                 if rank == root {
                     // SAFETY: piece k of the data; the own slot is ours in `fill`.
-                    unsafe { copy(self.slot(rank, k).add(b.start), at.src.add(k * piece + b.start), b.len(), Store::Cached) }
+                    unsafe { copy(self.slot(rank, k), at.src.add(k * piece), here(k), Store::Cached) }
                 }
             },
-            &|k, b| {
+            &|k| {
                 if rank != root {
                     // SAFETY: the root's slot is filled; piece k of the data is ours.
-                    unsafe { copy(at.dst.add(k * piece + b.start), self.slot(root, k).add(b.start), b.len(), self.result()) }
+                    unsafe { copy(at.dst.add(k * piece), self.slot(root, k), here(k), self.result()) }
                 }
             },
         )

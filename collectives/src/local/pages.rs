@@ -69,13 +69,12 @@ fn exchange(pass: &Pass, name: &str, bytes: usize) -> Result<Arc<Mapped>> {
     // Step 0 tells the number. Rank 0 is in step 2 after all have done step 1, so have taken step 0: then it may close the descriptor.
     pass.run(
         3,
-        &|k| if k == 0 { size_of::<AtomicU64>() } else { 0 },
-        &|k, _| {
+        &|k| {
             if let (0, Some((_, fd))) = (k, &created) {
                 number(0).store(fd.as_raw_fd() as u64, Relaxed);
             }
         },
-        &|k, _| {
+        &|k| {
             if k == 0 && created.is_none() {
                 *opened.borrow_mut() = Some(open(pass, number(0).load(Relaxed) as u32, name, bytes));
             }

@@ -3,10 +3,11 @@
 //! **Entry.** A rank announces what it issued and waits until all have; then everyone compares. So a mismatch is found before
 //! a byte is taken for something it is not.
 //!
-//! **Mail.** A short message follows the entry in lines that carry their own number ([`Pass::exchange`]): one trip between cores in all.
+//! **Mail.** A short message follows the entry in lines that carry their own number ([`Pass::exchange`]): one trip between cores in all. While a
+//! rank reads, it takes back the lines that its next message will be written to: they are still with the cores that read them.
 //!
 //! **Steps.** A long message is cut into pieces. Before the entry each rank fills its slot with piece 0; in step k it takes piece k from the
-//! others' slots and fills its other slot with piece k + 1, in turns of a few cache lines, so that what one waits for the other hides.
+//! others' slots and fills its next slot with piece k + 1, each in one go: that is what the processor's own copying is best at.
 //! Then it says that the step is done. Step k begins when all have done step k - 1: then piece k is in all slots, and nobody
 //! reads the slot of piece k - 1 any more, which piece k + 1 overwrites. Piece 0 needs no wait: the slot it overwrites was taken in the
 //! last step but one, before which nobody got here. All ranks count the same steps, over all collectives.
@@ -17,12 +18,7 @@ use super::shared::{Letter, Page, reached};
 use super::wait::{Until, ring};
 use crate::operands::Call;
 use crate::{Error, Result};
-use std::ops::Range;
 use std::sync::atomic::Ordering::*;
-
-/// Bytes that are filled, then taken, in turn. A page: what is taken is still on its way through the first-level cache when it is summed, and
-/// a copy of that length uses the processor's own copying.
-pub(super) const TURN_BYTES: usize = 4096;
 
 /// One collective in progress.
 pub(super) struct Pass<'a> {
@@ -33,8 +29,8 @@ pub(super) struct Pass<'a> {
     base: u32,
 }
 
-/// What moves bytes: the step, and which bytes of its piece.
-pub(super) type Move<'a> = &'a dyn Fn(usize, Range<usize>);
+/// What moves bytes: those of one piece.
+pub(super) type Move<'a> = &'a dyn Fn(usize);
 
 impl<'a> Pass<'a> {
     pub fn new(seat: &'a Seat, sequence: u64, call: &'a Call<'a>) -> Pass<'a> {
@@ -54,11 +50,10 @@ impl<'a> Pass<'a> {
         unsafe { self.seat.shared().staging(rank).add(slot * ring.slot_bytes) }
     }
 
-    /// Runs `steps` steps: `fill(k, bytes)` writes bytes of piece k to this rank's slot, `take(k, bytes)` reads them from the others'.
-    /// Piece k has `piece(k)` bytes, the same on all ranks.
-    pub fn run(&self, steps: usize, piece: &dyn Fn(usize) -> usize, fill: Move, take: Move) -> Result<()> {
+    /// Runs `steps` steps: `fill(k)` writes piece k to this rank's slot, `take(k)` reads it from the others'.
+    pub fn run(&self, steps: usize, fill: Move, take: Move) -> Result<()> {
         if steps > 0 {
-            turns(piece(0)).for_each(|bytes| fill(0, bytes));
+            fill(0);
             publish_streamed();
         }
         self.announce();
@@ -69,15 +64,10 @@ impl<'a> Pass<'a> {
             if k > 0 {
                 self.await_all(Until::Stepped, |page| reached(page.steps.0.load(Acquire), done))?;
             }
-            let (next, here) = (if k + 1 < steps { piece(k + 1) } else { 0 }, piece(k));
-            turns(next.max(here)).for_each(|bytes| {
-                if bytes.start < next {
-                    fill(k + 1, bytes.start..bytes.end.min(next));
-                }
-                if bytes.start < here {
-                    take(k, bytes.start..bytes.end.min(here));
-                }
-            });
+            if k + 1 < steps {
+                fill(k + 1);
+            }
+            take(k);
             publish_streamed();
             self.seat.page().steps.0.store(done.wrapping_add(1), Release);
             // Nobody waits for the last step: whoever needs it waits for the next entry.
@@ -89,12 +79,14 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Runs a collective of short messages: `post` writes this rank's mail, `take` reads the others'.
-    pub fn exchange(&self, post: &dyn Fn(), take: &dyn Fn() -> Result<()>) -> Result<()> {
+    /// Runs a collective of short messages: `post` writes this rank's mail of `lines` lines, `take` reads the others'.
+    pub fn exchange(&self, lines: usize, post: impl Fn(), take: impl Fn() -> Result<()>) -> Result<()> {
         self.announce();
         post();
         ring(self.seat.page());
         self.meet()?;
+        // All have left the collective before, whose mail the next one overwrites.
+        self.seat.page().letter(self.sequence + 1).claim(lines);
         take()?;
         self.complete();
         Ok(())
@@ -157,9 +149,4 @@ impl<'a> Pass<'a> {
             there: there.map_or("something unreadable".to_string(), |call| call.to_string()),
         })
     }
-}
-
-/// `0..bytes` in turns.
-fn turns(bytes: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..bytes).step_by(TURN_BYTES).map(move |at| at..bytes.min(at + TURN_BYTES))
 }
