@@ -24,7 +24,7 @@ const EXPORT_ELEMS: usize = 2 << 20;
 
 impl Engine {
     /// Hands every trained parameter's part that this rank owns to `sink`, as (kind, name, first element, values), at most
-    /// [`EXPORT_ELEMS`] at a time.
+    /// 8 MiB of them at a time.
     pub fn export_state(&mut self, sink: &mut StateSink) -> Result<()> {
         for i in 0..self.optimizer.parts.len() {
             let part = &self.optimizer.parts[i];
