@@ -187,6 +187,7 @@ fn the_watchdog_calls_once() {
 }
 
 fn signal(child: &std::process::Child, signal: i32) {
+    // SAFETY: takes numbers only.
     assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
 }
 

@@ -144,15 +144,18 @@ impl Pass<'_> {
         let lines = part.div_ceil(MAIL_BYTES);
         // Lines of the ranks but the own.
         let first = |from: usize, to: usize| (to - (to > from) as usize) * lines;
-        // SAFETY (all): src has a part of `part` bytes for every rank; dst has one, in place the own part of src.
+        // SAFETY: src has a part of `part` bytes for every rank.
         let post = || self.peers().for_each(|to| unsafe { self.post(first(rank, to), at.src.add(to * part), part) });
+        // SAFETY: as above.
         let own = unsafe { at.src.add(rank * part) };
+        // SAFETY: dst has a part, in place the own part of src; the peers post these lines.
         self.exchange(lines * (self.ranks() - 1), post, || unsafe { self.mail_sum(at.dst, own, part, |from| first(from, rank)) })
     }
 
     fn mail_reduce(&self, at: Operands, bytes: usize) -> Result<()> {
-        // SAFETY (both): the data has `bytes` bytes; it is overwritten after it was posted.
+        // SAFETY: the data has `bytes` bytes.
         let post = || unsafe { self.post(0, at.src, bytes) };
+        // SAFETY: as above; the data is overwritten after it was posted.
         self.exchange(bytes.div_ceil(MAIL_BYTES), post, || unsafe { self.mail_sum(at.dst, at.src, bytes, |_| 0) })
     }
 

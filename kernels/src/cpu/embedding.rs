@@ -28,9 +28,10 @@ pub fn forward(pool: &Pool, y: Operand, table: Operand, ids: &[i32], hidden: usi
     pool.for_each(ids.len().div_ceil(GRAIN), |item| {
         for (n, &id) in ids.iter().enumerate().skip(item * GRAIN).take(GRAIN) {
             let row = id as usize * hidden;
-            // SAFETY: ids were checked; a token belongs to one item.
             match (y, table) {
+                // SAFETY: ids were checked; a token belongs to one item.
                 (Operand::F32(y), Operand::F32(t)) => unsafe { y.slice(n * hidden, hidden).copy_from_slice(t.read(row, hidden)) },
+                // SAFETY: as above.
                 (Operand::Bf16(y), Operand::Bf16(t)) => unsafe { y.slice(n * hidden, hidden).copy_from_slice(t.read(row, hidden)) },
                 // The checks refuse mixed types.
                 _ => {}

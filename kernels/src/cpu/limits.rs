@@ -69,11 +69,11 @@ unsafe fn tiles(rounds: usize) -> (f32, usize) {
 
 fn work(isa: Isa, bf16: bool, rounds: usize) -> (f32, usize) {
     match isa.level() {
+        #[cfg(target_arch = "x86_64")]
         // SAFETY: an `Isa` of this level exists only where the processor has these features.
-        #[cfg(target_arch = "x86_64")]
         Level::Amx if bf16 => unsafe { tiles((rounds / 100).max(1)) },
-        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Level::Avx512Bf16 if bf16 => unsafe { pairs(Avx512Bf16::assume(), rounds) },
         // Without such an instruction, bf16 is widened and multiplied as f32.
         _ => singles(isa, rounds),
